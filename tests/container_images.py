@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mesh.images.python_image import python_root
+from mesh.cli.demo_image import python_root
 
 REPOSITORY = "campus-mesh/test-busybox"
 JUPYTER = Path("/opt/jupyter")  # not its path here, because a container mounts a fresh /tmp

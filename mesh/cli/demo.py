@@ -153,7 +153,7 @@ class Demo:
         import docker
         import docker.errors
 
-        from mesh.images.python_image import demo_image
+        from mesh.cli.demo_image import demo_image
 
         self._say("making a container image of this Python, numpy and the digits; it is removed at the end")
         try:

@@ -21,6 +21,9 @@ GOSSIP_PORT = 7373  # unassigned at IANA in this range; UDP and TCP
 API_PORT = 7374
 
 INTERFACE = re.compile(r"(?!\.{1,2}$)[^\s/:\0]{1,15}")  # dev_valid_name in the kernel; and what tc can be told
+REGISTRY = re.compile(
+    r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?"
+)  # the domain of an image's name, without capitals
 
 Profile = Literal["lan", "local"]
 
@@ -71,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Let CRIU restore checkpoints of other nodes as root (docs/explanation/isolation.md).
     system_checkpoints: bool = False
     image_fetch: bool = True  # fetch allowed images from other nodes when a job needs them
+    image_registries: tuple[str, ...] = ()  # hosts of public registries to fetch listed images from, as docker.io
     image_cache_gib: float = 20.0  # disk for image layers that other nodes can fetch
     registry_port: int = 0  # port of the node's image registry, on loopback; 0: any free port, kept for later starts
     image_keep_gib: float = 100.0  # disk for fetched images; above it, the longest unused are removed
@@ -166,6 +170,9 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
     for label, days in (("image_keep_days", settings.image_keep_days), ("keep_days", settings.keep_days)):
         if not 0 <= days < 2**20:
             raise ConfigError(f"{path}: {label} must be a number of days from 0, not {days:g}")
+    for registry in settings.image_registries:
+        if not REGISTRY.fullmatch(registry):
+            raise ConfigError(f"{path}: image_registries holds names of hosts, as docker.io, not {registry!r}")
     _check_ceilings(path, settings)
     _check_data(path, settings.data)
     if not 0 <= settings.slots <= 1024:

@@ -1,17 +1,15 @@
-"""The blobs of images, by SHA-256, on this node's disk: pushed by a client of the registry, or fetched from other nodes.
+"""The blobs of images, by SHA-256, on this node's disk: pushed by a client of the registry, or fetched.
 
-images/blobs/HASH       a whole blob that had this hash; its modification time is its last use
-            /HASH.part  pieces of a blob that is being fetched
-            /*.push     an upload; like parts, it counts for nothing and does not outlive the daemon
-      /tags.json        the names that were pushed
+images/blobs/HASH     a whole blob that had this hash; its modification time is its last use
+            /*.part   a blob that arrives; it counts for nothing and does not outlive the daemon
+      /tags.json      the names that were pushed
 The first use of a blob in each run compares it with its hash, so that damage of this disk is not passed on.
 """
 
 import os
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -33,32 +31,35 @@ class NoRoom(OSError):
     """The disk is too full; the text says how much is free."""
 
 
-class Upload:
-    """A blob that arrives in order. Calls block."""
+class Part:
+    """A blob that arrives, in any order. Calls block."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.size, self.used, self.busy = path, 0, time.monotonic(), False
-        self._hash = sha256()
-        self._file = path.open("xb")
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / f"{os.urandom(16).hex()}.part"
+        self._file = self._path.open("x+b", buffering=0)
 
-    def write(self, data: bytes) -> None:
-        check_room(self.path.parent, len(data))
-        self._hash.update(data)
-        self.size += self._file.write(data)
-        self.used = time.monotonic()
+    def write(self, data: bytes, at: int) -> None:
+        disk = os.statvfs(self._path.parent)
+        free = disk.f_bavail * disk.f_frsize
+        if free < len(data) + SPARE_BYTES or os.pwrite(self._file.fileno(), data, at) < len(data):
+            raise NoRoom(
+                f"no space for images: {free >> 20} MiB free on {self._path.parent}, of which 1 GiB stays free"
+            )
+
+    def read(self, at: int) -> bytes:
+        return os.pread(self._file.fileno(), PIECE_BYTES, at)
+
+    def finish(self, digest: bytes) -> bool:
+        """Make the part a blob, durably, if it has this hash; return whether it has."""
+        if _hash_of(self._file.fileno()) != digest:
+            return False
+        os.fsync(self._file.fileno())
+        self._path.rename(self._path.with_name(digest.hex()))
+        return True
 
     def close(self) -> None:
         self._file.close()
-        self.path.unlink(missing_ok=True)
-
-    def finish(self, digest: bytes) -> bool:
-        """Make the blob durable if it has this hash; return whether it has. The upload is over in any case."""
-        if self._hash.digest() == digest:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self.path.rename(self.path.with_name(digest.hex()))
-        self.close()
-        return self._hash.digest() == digest
+        self._path.unlink(missing_ok=True)
 
 
 class BlobStore:
@@ -66,32 +67,16 @@ class BlobStore:
 
     def __init__(self, root: Path, bound_bytes: int) -> None:
         self.bound_bytes = bound_bytes
-        self._blobs, self._tags = root / "blobs", root / "tags.json"
+        self._blobs, self._tags, self._lock = root / "blobs", root / "tags.json", Lock()
         self._sound: set[bytes] = set()
-        self._held: Counter[bytes] = Counter()
         self._known: dict[bytes, Manifest] = {}
-        self._lock = Lock()
         self._blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for pattern in ("*.part", "*.push", "*.new"):
-            for left in self._blobs.glob(pattern):
-                left.unlink()
+        for left in (*self._blobs.glob("*.part"), *self._blobs.glob("*.push"), *self._blobs.glob("*.new")):
+            left.unlink()
         self.tags: dict[str, bytes] = {}
         with suppress(FileNotFoundError, *MALFORMED):  # a name can be pushed again
             tags = msgspec.json.decode(self._tags.read_bytes(), type=dict[str, str])
             self.tags = {name: bytes.fromhex(text) for name, text in tags.items()}
-
-    @contextmanager
-    def holding(self, digests: Collection[bytes]) -> Iterator[None]:
-        """Keep these blobs for the duration of the block."""
-        with self._lock:
-            self._held.update(digests)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._held.subtract(digests)
-
-    # --- whole blobs
 
     def path(self, digest: bytes) -> Path:
         return self._blobs / digest.hex()
@@ -114,21 +99,26 @@ class BlobStore:
             return None
         return path
 
-    def drop(self, digests: Collection[bytes]) -> None:
-        """Remove blobs that nothing holds."""
-        for digest in digests:
-            if not self._held[digest]:
-                self.path(digest).unlink(missing_ok=True)
+    def pieces(self, digest: bytes, numbers: Collection[int]) -> Iterator[bytes]:
+        """Read pieces of a blob; end early if it is gone."""
+        with suppress(FileNotFoundError), self.path(digest).open("rb") as file:
+            for number in numbers:
+                yield os.pread(file.fileno(), PIECE_BYTES, number * PIECE_BYTES)
 
-    def upload(self) -> Upload:
-        return Upload(self._blobs / f"{os.urandom(16).hex()}.push")
+    def part(self) -> Part:
+        return Part(self._blobs)
 
     def keep(self, data: bytes) -> bytes:
         """Store a small blob; return its hash."""
-        digest = sha256(data).digest()
-        check_room(self._blobs, len(data))
-        write_durably(self.path(digest), data)
+        digest, part = sha256(data).digest(), self.part()
+        try:
+            part.write(data, 0)
+            part.finish(digest)
+        finally:
+            part.close()
         return digest
+
+    # --- what manifests say
 
     def manifest(self, digest: bytes) -> Manifest | None:
         """Return a manifest; None if it is not here. ManifestError if the blob is something else."""
@@ -144,80 +134,61 @@ class BlobStore:
                 self._known.pop(next(iter(self._known)), None)
         return known
 
+    def peek(self, digest: bytes) -> Manifest:
+        """Return a manifest; an empty one if it is not here, or not a manifest."""
+        with suppress(ManifestError, OSError):
+            return (self.manifest(digest) if digest else None) or Manifest("")
+        return Manifest("")
+
+    def reach(self, digest: bytes) -> set[bytes]:
+        """Return a manifest's digest, and those that it names, as far as its manifests are here."""
+        manifest = self.peek(digest)
+        known = (manifest, *(self.peek(one.hash) for one in manifest.manifests))
+        return {digest, *(one.hash for each in known for one in (*each.blobs, *each.manifests))}
+
+    def variant(self, digest: bytes) -> Manifest:
+        """Return the manifest for this machine; an empty one if it is not here."""
+        manifest = self.peek(digest)
+        return self.peek(manifest.for_here.hash) if manifest.for_here is not None else manifest
+
+    def described(self, digest: bytes) -> tuple[int, bool] | None:
+        """Return the length of a blob, and whether it is a manifest, as a manifest in memory has it; None if none does."""
+        for manifest in list(self._known.values()):
+            for one in (*manifest.blobs, *manifest.manifests):
+                if one.hash == digest:
+                    return one.size, one in manifest.manifests
+        return None
+
     def tag(self, name: str, digest: bytes | None) -> bool:
         """Let a name mean this manifest, or nothing. False if there are too many names."""
         with self._lock:
             tags = {other: known for other, known in self.tags.items() if other != name}
-            if digest is not None:
-                tags[name] = digest
+            tags |= {name: digest} if digest is not None else {}
             if len(tags) > MAX_TAGS:
                 return False
             write_durably(self._tags, msgspec.json.encode({one: known.hex() for one, known in tags.items()}))
             self.tags = tags
         return True
 
-    def read(self, digest: bytes, number: int) -> bytes:
-        """Return one piece. FileNotFoundError if the blob is not here."""
-        with self.path(digest).open("rb") as file:
-            return os.pread(file.fileno(), PIECE_BYTES, number * PIECE_BYTES)
-
-    # --- blobs that are fetched
-
-    def begin(self, digest: bytes, size: int) -> None:
-        """Prepare the file for a blob's pieces."""
-        with self._part(digest).open("wb") as file:
-            file.truncate(size)
-
-    def write(self, digest: bytes, number: int, data: bytes) -> None:
-        with self._part(digest).open("r+b") as file:
-            file.seek(number * PIECE_BYTES)
-            file.write(data)
-
-    def finish(self, digest: bytes) -> bool:
-        """Complete a blob; return whether it has its hash. If not, remove it."""
-        path = self._part(digest)
-        with path.open("r+b") as file:
-            if _hash_of(file.fileno()) != digest:
-                path.unlink()
-                return False
-            os.fsync(file.fileno())
-        path.rename(self.path(digest))
-        self._sound.add(digest)
-        return True
-
-    def _part(self, digest: bytes) -> Path:
-        return self._blobs / f"{digest.hex()}.part"
-
     # --- space
 
-    def check_room(self, size: int) -> None:
-        check_room(self._blobs, size)
+    def drop(self, digests: Collection[bytes]) -> None:
+        for digest in digests:
+            self.path(digest).unlink(missing_ok=True)
 
     def trim(self) -> None:
         """Remove blobs down to the bound, longest unused first, except recently used ones."""
         now, files = time.time(), []
         for path in self._blobs.iterdir():
-            with suppress(OSError, ValueError):
+            with suppress(OSError):
                 seen = path.stat()
-                files.append((seen.st_mtime, seen.st_size, path, bytes.fromhex(path.name)))
-        total = sum(size for _, size, _, _ in files)
-        for used, size, path, digest in sorted(files):
+                files.append((seen.st_mtime, seen.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for used, size, path in sorted(files):
             if total <= self.bound_bytes or now - used < IDLE_S:
                 return
-            if not self._held[digest]:
-                path.unlink(missing_ok=True)
-                total -= size
-
-
-def check_room(directory: Path, size: int) -> None:
-    """Check that `size` more bytes fit. NoRoom if they would fill the disk."""
-    disk = os.statvfs(directory)
-    free = disk.f_bavail * disk.f_frsize
-    if free < size + SPARE_BYTES:
-        raise NoRoom(
-            f"no space for {size / 2**30:.1f} GiB of images: {free / 2**30:.1f} GiB free on {directory}, of which "
-            f"{SPARE_BYTES >> 30} GiB stay free"
-        )
+            path.unlink(missing_ok=True)
+            total -= size
 
 
 def _hash_of(descriptor: int) -> bytes:

@@ -1,15 +1,12 @@
 """The images on this node's container engine, Docker or Podman: list, pull from the node's registry, push into it.
 
 Layers, verification and stores are the engine's own business. An image that this node had pulled has the name
-`campus-mesh/fetched:ID`, which keeps it from `docker image prune`. Pulls take minutes, each in its own thread, and exit does not
-wait for them. The SDK (19 MiB, 0.1 s) is imported at the first call.
+`campus-mesh/fetched:ID`, which keeps it from `docker image prune`. Each call has its own thread, since pulls take minutes; exit
+does not wait for them. The SDK (19 MiB, 0.1 s) is imported at the first call.
 """
 
-import asyncio
 import base64
-import http
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,13 +16,9 @@ from mesh.execution.engine import EngineError
 from mesh.images.oci import ManifestError, digest_hash, digest_text
 from mesh.util.slow_calls import apart
 
-THREADS = 2  # for short calls
 ASK_S = 30.0  # timeout, as of the engine's other calls
 SILENT_S = 1800.0  # timeout while an engine packs or unpacks a large layer and sends nothing (own choice)
-FETCHED, PUSHED = (
-    "campus-mesh/fetched",
-    "campus-mesh/pushed",
-)  # repositories in the node's registry, and names on the engine
+FETCHED, PUSHED = "campus-mesh/fetched", "campus-mesh/pushed"  # repositories in the registry, and names on the engine
 
 T = TypeVar("T")
 
@@ -48,75 +41,67 @@ class Registry(msgspec.Struct, frozen=True):
 
 
 class ImageEngine:
-    """The image store of the engine."""
+    """The image store of the engine. EngineError if it does not answer, or fails."""
 
     def __init__(self, registry: Callable[[], Registry]) -> None:
         self._registry = registry
-        self._clients: dict[float, Any] = {}
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
+        self._known: Any = None
+
+    @property
+    def _api(self) -> Any:
+        import docker
+
+        if self._known is None:
+            self._known = docker.from_env(timeout=ASK_S).api
+        return self._known
+
+    def close(self) -> None:
+        if self._known is not None:
+            self._known.close()
 
     async def images(self) -> list[StoredImage]:
-        """Return all images. EngineError if the engine does not answer."""
         return await self._call(lambda: [one for row in self._api.images() if (one := _stored(row)) is not None])
 
     async def find(self, name: str) -> StoredImage | None:
         """Find an image by a name on the engine or by `sha256:...`."""
-        return await self._call(lambda: self._find(name))
+        return await self._call(lambda: _stored(self._api.inspect_image(name)), absent=(None,))
 
     async def remove(self, image: StoredImage) -> bool:
         """Remove a fetched image; return whether it is gone. An image that a container uses stays."""
-        return await self._call(lambda: self._remove(image))
+        return await self._call(lambda: self._remove(image), absent=(True,))
 
     async def pull(self, manifest: bytes, tag: str) -> None:
         """Have the engine pull an image from this node's registry, and name it."""
-        await self._patiently(lambda answers: self._pull(manifest, tag, answers))
+        await self._order(lambda answers: self._pull(manifest, tag, answers))
 
     async def push(self, image: StoredImage, tag: str) -> None:
         """Have the engine push an image into this node's registry as `PUSHED:tag`."""
-        await self._patiently(lambda answers: self._push(image, tag, answers))
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for client in self._clients.values():
-            client.close()
+        await self._order(lambda answers: self._push(image, tag, answers))
 
     # --- in threads
-
-    def _find(self, name: str) -> StoredImage | None:
-        import docker.errors
-
-        try:
-            return _stored(self._api.inspect_image(name))
-        except (docker.errors.ImageNotFound, docker.errors.NullResource):
-            return None
-        except docker.errors.APIError as error:
-            if error.is_client_error():
-                return None  # not a valid name
-            raise
 
     def _remove(self, image: StoredImage) -> bool:
         import docker.errors
 
-        try:
-            known = self._api.inspect_image(digest_text(image.id))
-            for name in (*(known.get("RepoDigests") or ()), *(known.get("RepoTags") or ())):
-                if _is_ours(str(name)):
+        known = self._api.inspect_image(digest_text(image.id))
+        for name in (*(known.get("RepoDigests") or ()), *(known.get("RepoTags") or ())):
+            if _is_ours(str(name)):
+                try:
                     self._api.remove_image(name)  # without force: the engine keeps images in use
-        except docker.errors.ImageNotFound:
-            return True
-        except docker.errors.APIError as error:
-            if error.response is not None and error.response.status_code == http.HTTPStatus.CONFLICT:
-                return False
-            raise
+                except docker.errors.APIError as error:
+                    if error.status_code != 409:
+                        raise
+                    return False
         return True
 
     def _pull(self, manifest: bytes, tag: str, answers: list[Any]) -> None:
         name, digest = f"{self._registry().address}/{FETCHED}", digest_text(manifest)
-        if self._is_podman:  # its Docker API takes only registries with TLS
-            where = f"{self._patient.base_url}/v4.0.0/libpod/images/pull"
-            self._order(where, {"reference": f"{name}@{digest}", "tlsVerify": "false"}, answers)
+        if any(part.get("Name") == "Podman Engine" for part in self._api.version().get("Components") or ()):
+            # Its Docker API takes only registries with TLS.
+            where = f"{self._api.base_url}/v4.0.0/libpod/images/pull"
+            self._post(where, {"reference": f"{name}@{digest}", "tlsVerify": "false"}, answers)
         else:
-            self._order(self._patient._url("/images/create"), {"fromImage": name, "tag": digest}, answers)
+            self._post(self._api._url("/images/create"), {"fromImage": name, "tag": digest}, answers)
         self._api.tag(f"{name}@{digest}", FETCHED, tag)
 
     def _push(self, image: StoredImage, tag: str, answers: list[Any]) -> None:
@@ -124,63 +109,44 @@ class ImageEngine:
         self._api.tag(digest_text(image.id), name, tag)
         try:
             parameters = {"tag": tag, "tlsVerify": "false"}  # the latter for Podman
-            self._order(self._patient._url("/images/{0}/push", name), parameters, answers)
+            self._post(self._api._url("/images/{0}/push", name), parameters, answers)
         finally:
             self._api.remove_image(f"{name}:{tag}", noprune=True)
 
-    def _order(self, where: str, parameters: dict[str, str], answers: list[Any]) -> None:
+    def _post(self, where: str, parameters: dict[str, str], answers: list[Any]) -> None:
         """Carry out a pull or a push. EngineError with the engine's reason if it fails."""
         registry = self._registry()
         words = {"username": "mesh", "password": registry.password, "serveraddress": registry.address}
         header = {"X-Registry-Auth": base64.urlsafe_b64encode(msgspec.json.encode(words)).decode()}
-        response = self._patient.post(where, params=parameters, headers=header, stream=True, timeout=SILENT_S)
+        response = self._api.post(where, params=parameters, headers=header, stream=True, timeout=SILENT_S)
         answers.append(response)
-        self._patient._raise_for_status(response)
-        for answer in self._patient._stream_helper(response, decode=True):
+        self._api._raise_for_status(response)
+        for answer in self._api._stream_helper(response, decode=True):
             problem = answer.get("error") if isinstance(answer, dict) else None
             if problem:
                 raise EngineError(f"the engine did not move the image: {problem}")
 
-    @property
-    def _is_podman(self) -> bool:
-        return any(part.get("Name") == "Podman Engine" for part in self._api.version().get("Components") or ())
-
-    @property
-    def _api(self) -> Any:
-        return self._client(ASK_S)
-
-    @property
-    def _patient(self) -> Any:
-        return self._client(SILENT_S)
-
-    def _client(self, timeout_s: float) -> Any:
-        import docker
-
-        if timeout_s not in self._clients:
-            self._clients[timeout_s] = docker.from_env(timeout=timeout_s)
-        return self._clients[timeout_s].api
-
-    async def _patiently(self, work: Callable[[list[Any]], T]) -> T:
-        """Run work in a thread; if the caller is cancelled, close the engine's answer, which ends the work."""
+    async def _order(self, work: Callable[[list[Any]], None]) -> None:
+        """Carry out a pull or push; if the caller is cancelled, close the engine's answer, which ends the work."""
         answers: list[Any] = []
         try:
-            return await self._answer_of(apart(lambda: work(answers), "image"))
+            await self._call(lambda: work(answers))
         finally:
             for response in answers:
                 response.close()
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        return await self._answer_of(asyncio.get_running_loop().run_in_executor(self._threads, work))
-
     @staticmethod
-    async def _answer_of(answer: Awaitable[T]) -> T:
-        """Return the engine's answer. EngineError says why there is none."""
+    async def _call(work: Callable[[], T], *, absent: tuple[T, ...] = ()) -> T:
+        """Return what the engine answers; `absent`, if given, if it has no such image or the name is not valid."""
         import docker.errors
         import requests
 
         try:
-            return await answer
+            return await apart(work, "image")
         except (docker.errors.DockerException, requests.RequestException) as error:
+            status = error.status_code if isinstance(error, docker.errors.APIError) else None
+            if absent and (status in {400, 404} or isinstance(error, docker.errors.NullResource)):
+                return absent[0]
             raise EngineError(f"the container engine: {why_silent(error)}") from error
 
 

@@ -1,14 +1,14 @@
 """The images of this node: those allowed, those present and those available elsewhere, published by advert and sections.
 
 A shell around the catalogue (rules), the blobs, the registry (for this machine) and the fetcher (from other nodes). The start of
-a job calls `ready`.
+a job calls `ready`, which has the engine pull the image from this node's registry; the registry fetches what it lacks.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from membership.events import MemberView
@@ -21,12 +21,14 @@ from mesh.images.allowlist import Image, ListError
 from mesh.images.blobs import BlobStore
 from mesh.images.catalogue import SECTION, Catalogue
 from mesh.images.engine import PUSHED, ImageEngine, StoredImage
-from mesh.images.fetcher import ImageFetcher, Pull
-from mesh.images.oci import Manifest, ManifestError, digest_text
+from mesh.images.fetcher import BlobFetcher, Origin
+from mesh.images.oci import digest_text
 from mesh.images.registry import RegistryServer
 from mesh.images.retention import Bounds, Surplus, UsageMarks, surplus
 from mesh.images.rules import OwnRules, Rules, Verdict, short
+from mesh.images.upstream import Upstream
 from mesh.rpc.client import PeerClient
+from mesh.util.byte_text import part
 from placement.advert import MAX_IMAGES, Advert, AdvertError, decode_advert
 from placement.filters import SHORT, ImageOffer
 from placement.rendezvous import rank
@@ -36,6 +38,7 @@ ORPHAN_TTL_S = 3600.0
 LOOK_S = 2.0  # between checks for lists that nobody publishes (own choice)
 TURNS = 12  # after which every node that might publish a list has had a chance (own choice)
 TRIM_S = 60.0
+TELL_S = 0.5  # between reports of progress
 NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB in all (own choice)
 AT_ONCE = 8  # streams to other nodes; more would slow all of them (own choice)
 
@@ -43,18 +46,26 @@ log = logging.getLogger(__name__)
 
 
 class NotGiven(Exception):
-    """This node does not give an image, or not now (`busy`); the text says why."""
+    """This node does not give a blob, or not now (`busy`); the text says why."""
 
     def __init__(self, text: str, busy: bool = False) -> None:
         super().__init__(text)
         self.busy = busy
 
 
+class Pull:
+    """A pull of an image by the engine. `kept`: it continues even if no job waits for it."""
+
+    def __init__(self, image: Image, name: str) -> None:
+        self.image, self.name, self.waiting, self.kept = image, name, 0, False
+        self.task: asyncio.Task[None]
+
+
 class Library:
     """The images of one node.
 
     `blame` reports a node that sent wrong data; `changed` is called when this node's offer changes; `fetches`: the owner allows
-    fetching; `registry_port`: 0 for any; `bounds`: limits of fetched images.
+    fetching, also from the public `registries`; `registry_port`: 0 for any; `bounds`: limits of fetched images.
     """
 
     def __init__(
@@ -62,6 +73,7 @@ class Library:
         root: Path,
         cache_bytes: int,
         fetches: bool,
+        registries: Sequence[str],
         registry_port: int,
         bounds: Bounds,
         identity: Identity,
@@ -73,15 +85,16 @@ class Library:
     ) -> None:
         self.catalogue = Catalogue(root, identity, trust, time.time)
         self.stored: dict[bytes, StoredImage] = {}
+        self.pulls: dict[bytes, Pull] = {}
+        self.bounds = bounds
         self._me, self._membership = identity.node_id, membership
         self._root, self._cache_bytes, self._fetches, self._changed = root, cache_bytes, fetches, changed
-        self._peers, self._blame = peers, blame
-        self.bounds = bounds
+        self._peers, self._upstream, self._blame = peers, Upstream(registries if fetches else ()), blame
         self._seen: dict[NodeId, tuple[Record, Advert | None]] = {}
         self._registry_port = registry_port
         self._engine = ImageEngine(lambda: self.registry.access)
         self._engine_ok = False
-        self._streams = 0
+        self._turn, self._giving = asyncio.Semaphore(), asyncio.Semaphore(AT_ONCE)
         self._showing: dict[str, float] = {}
         self._missed: dict[str, float] = {}  # since when no node ranked before this one publishes a list
 
@@ -90,9 +103,14 @@ class Library:
         self._store = await asyncio.to_thread(BlobStore, self._root, self._cache_bytes)
         self._usage = await asyncio.to_thread(UsageMarks, self._root)
         await asyncio.to_thread(self.catalogue.load)
-        self.fetcher = ImageFetcher(self._me, self._store, self._peers, self.holders, self._blame, self._load)
+        store = self._store
+        self.fetcher = BlobFetcher(self._me, store, self._peers, self._upstream, self._origin, self._blame)
         self.registry = RegistryServer(
-            self._store, self._root / "port", self._may_pull, self._manifest_of, self._arrival
+            store,
+            self._root / "port",
+            lambda digest: self._names(digest, self.rules.images.values()),
+            self._manifest_of,
+            self.fetcher.bring,
         )
         await self.registry.open(self._registry_port)
         self.hear_all()
@@ -112,6 +130,10 @@ class Library:
                 await self._make_room()
 
     async def close(self) -> None:
+        tasks = [pull.task for pull in self.pulls.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.fetcher.close()
         await self.registry.close()
         self._engine.close()
@@ -125,67 +147,46 @@ class Library:
     async def look(self, engine_ok: bool) -> None:
         """List the images on the engine."""
         self._engine_ok = engine_ok
-        found: list[StoredImage] = []
-        if engine_ok:
-            try:
-                found = await self._engine.images()
-            except EngineError as error:
-                log.info("%s", error)
-                return
+        try:
+            found = await self._engine.images() if engine_ok else []
+        except EngineError as error:
+            log.info("%s", error)
+            return
         self.stored = {image.id: image for image in found}
 
     def ids(self, image: Image) -> set[bytes]:
         """Return the ids that engines may have for an image: of its configuration, its manifest, or its index."""
-        found = {image.config, image.manifest} - {b""}
-        if (manifest := self._manifest(image.manifest)) is not None:
-            chosen = manifest.for_here
-            found |= {chosen.hash} if chosen is not None else set()
-            found |= {blob.hash for blob in self._variant(image).blobs[:1]}
-        return found
-
-    def _manifest(self, digest: bytes) -> Manifest | None:
-        with suppress(ManifestError, OSError):
-            return self._store.manifest(digest) if digest else None
-        return None
-
-    def _variant(self, image: Image) -> Manifest:
-        """Return the manifest of an image for this machine; an empty one if it is not here."""
-        manifest = self._manifest(image.manifest)
-        if manifest is not None and manifest.for_here is not None:
-            manifest = self._manifest(manifest.for_here.hash)
-        return manifest or Manifest("", (), ())
-
-    def _reach(self, image: Image) -> set[bytes]:
-        """Return the digests of an image's manifests and blobs, as far as its manifests are here."""
-        manifest = self._manifest(image.manifest)
-        if manifest is None:
-            return {image.manifest} - {b""}
-        children = [one.hash for one in manifest.manifests]
-        known = [manifest, *(found for one in children if (found := self._manifest(one)) is not None)]
-        return {image.manifest, *children, *(blob.hash for one in known for blob in one.blobs)}
-
-    def _whole(self, image: Image) -> bool:
-        """Return whether all of an image is in this node's registry."""
-        blobs = self._variant(image).blobs
-        return bool(blobs) and all(self._store.has(blob.hash) for blob in blobs)
+        chosen = self._store.peek(image.manifest).for_here
+        blobs = self._store.variant(image.manifest).blobs
+        more = [one.hash for one in (chosen, *blobs[:1]) if one is not None]
+        return {image.config, image.manifest, *more} - {b""}
 
     def here(self, image: Image) -> StoredImage | None:
         """The image, if the engine has it."""
         return next((self.stored[one] for one in self.ids(image) if one in self.stored), None)
+
+    def _whole(self, image: Image) -> bool:
+        """Return whether all of an image is in this node's registry."""
+        blobs = self._store.variant(image.manifest).blobs
+        return bool(blobs) and all(self._store.has(blob.hash) for blob in blobs)
+
+    def _names(self, digest: bytes, images: Collection[Image]) -> bool:
+        """Return whether one of these images has this manifest or blob."""
+        return any(digest in self._store.reach(image.manifest) for image in images)
 
     def offer(self) -> ImageOffer:
         """Return the advert's part about images: shortened hashes of allowed images only, to keep it small."""
         rules = self.rules
         tags = {name: image.id for image in self.stored.values() for name in image.names}
         tags |= {name: image.id for name, own in rules.own.allowed.items() if (image := self.here(own)) is not None}
-        shared = rules.shared if self._fetches else {}
         has = {config for config, image in rules.images.items() if self.here(image) is not None}
-        has |= {config for config, image in shared.items() if self._whole(image)}
-        fetches: set[bytes] = set()
-        lacks = {config for config in shared.keys() - has if shared[config].manifest}
-        if lacks and self._engine_ok:
-            elsewhere = {one for advert in self._adverts() if advert.node != self._me for one in advert.image_ids}
-            fetches = {config for config in lacks if config[:SHORT] in elsewhere}
+        has |= {config for config in rules.shared if self._fetches and self._whole(rules.shared[config])}
+        nodes, fetches = self.nodes_of() if self._engine_ok else {}, set[bytes]()
+        for alias, row in (rules.listed or {}).items() if self._engine_ok else ():
+            one = row.entry.image
+            if one is not None and one.config not in has and self._may_fetch(one):
+                others = {*nodes.get(one.config[:SHORT], ())} - {self._me}
+                fetches |= {one.config} if others or self._upstream.places([alias]) else set()
         denials = [*rules.own.denied, *(config[:SHORT].hex() for config in rules.denied_hashes)]
         return ImageOffer(
             images=_short_enough(rules.names(tags)) if self._engine_ok else (),
@@ -202,41 +203,26 @@ class Library:
                 return alias
         return digest_text(identity)
 
-    def holders(self, config: bytes) -> list[NodeId]:
-        """Return the other nodes that claim to have an image."""
-        return [ad.node for ad in self._adverts() if config[:SHORT] in ad.image_ids and ad.node != self._me]
-
     def nodes_of(self) -> dict[bytes, list[NodeId]]:
-        """Return the nodes that claim to have each image, by shortened hash."""
-        found: dict[bytes, list[NodeId]] = {}
-        for advert in self._adverts():
-            for one in advert.image_ids:
-                found.setdefault(one, []).append(advert.node)
-        return found
-
-    def _adverts(self) -> list[Advert]:
-        """Return the adverts of all present nodes; nodes that do not lend may have images too."""
+        """Return the present nodes that claim to have each image, by shortened hash; also nodes that do not lend."""
         there = {member.node_id for member in self._membership.members() if _is_there(member)}
-        found = []
+        found: dict[bytes, list[NodeId]] = {}
         for record in self._membership.records("advert"):
             if record.node not in there:
                 continue
             known = self._seen.get(record.node)
             if known is None or known[0] is not record:
                 known = self._seen[record.node] = (record, _advert_of(record))
-            if known[1] is not None:
-                found.append(known[1])
+            for one in known[1].image_ids if known[1] is not None else ():
+                found.setdefault(one, []).append(record.node)
         return found
 
     # --- retention
 
     async def fetched(self) -> dict[bytes, float]:
         """Return for how many seconds each fetched image has not been used."""
-        if not self._engine_ok:
-            return {}
-        return await asyncio.to_thread(
-            self._usage.unused, [image.id for image in self.stored.values() if image.fetched]
-        )
+        images = [image.id for image in self.stored.values() if image.fetched]
+        return await asyncio.to_thread(self._usage.unused, images) if self._engine_ok else {}
 
     async def surplus(self, bounds: Bounds) -> list[Surplus]:
         unused = await self.fetched()
@@ -247,9 +233,10 @@ class Library:
         gone = await self._engine.remove(image)
         if gone:
             self.stored.pop(image.id, None)
-            theirs = [one for one in self.rules.images.values() if image.id in self.ids(one)]
-            needed = {one for other in self.rules.images.values() if other not in theirs for one in self._reach(other)}
-            await asyncio.to_thread(self._store.drop, {one for its in theirs for one in self._reach(its)} - needed)
+            images = self.rules.images.values()
+            reach = [self._store.reach(one.manifest) for one in images if image.id in self.ids(one)]
+            needed = [self._store.reach(one.manifest) for one in images if image.id not in self.ids(one)]
+            await asyncio.to_thread(self._store.drop, set().union(*reach) - set().union(*needed))
             log.info("image %s (%s) was removed from the engine", self.name_of(image.id), short(image.id))
             self._changed()
         return gone
@@ -261,31 +248,29 @@ class Library:
         except (EngineError, OSError) as error:
             log.info("fetched images stay for now: %s", error)
 
-    # --- starts of jobs
+    # --- onto the engine
 
     async def ready(self, name: str, wanted: bytes | None, report: Callable[[str], None]) -> str:
         """Bring an image onto the engine; return its id. BadImage with the rule that refuses it; EngineError on failure."""
-        verdict = self.rules.judge(name, wanted)
-        if verdict.rule:
-            raise BadImage(verdict.words)
-        image = await self._find(name, verdict)
-        if image is None and verdict.image is not None and self._may_fetch(verdict.image):
-            await self.fetcher.bring(verdict.image, name, report)
-            verdict = self.rules.judge(name, wanted)  # the rules may have changed meanwhile
+        image: StoredImage | None = None
+        for _ in range(2):  # again after a fetch: the rules may have changed meanwhile
+            verdict = self.rules.judge(name, wanted)
             if verdict.rule:
                 raise BadImage(verdict.words)
-            image = await self._find(name, verdict)
+            image = await self._find(name, verdict.image)
+            if image is not None or verdict.image is None or not self._may_fetch(verdict.image):
+                break
+            await self._bring(verdict.image, name, report)
         if image is None:
             raise BadImage(_not_here(name, verdict))
         if image.id in self.rules.denied_hashes:
             raise BadImage(f"this node's owner denies image {name} (`mesh image deny`)")
         if image.fetched:
             await asyncio.to_thread(self._usage.used, image.id)
-        return f"sha256:{image.id.hex()}"
+        return digest_text(image.id)
 
-    async def _find(self, name: str, verdict: Verdict) -> StoredImage | None:
-        """Find an allowed image on the engine."""
-        image = verdict.image
+    async def _find(self, name: str, image: Image | None) -> StoredImage | None:
+        """Find an allowed image on the engine; without `image`, what has this name."""
         if image is None:
             return await self._engine.find(name)
         ids = await asyncio.to_thread(self.ids, image)
@@ -299,8 +284,6 @@ class Library:
         """Return the image of that name on this node's engine."""
         return await self._engine.find(name)
 
-    # --- prefetching
-
     async def fetch(self, image: Image, name: str) -> Pull | None:
         """Start to fetch an image of the list; None if it is here. BadImage if it may not run here."""
         verdict = self.rules.judge(name, image.config)
@@ -308,30 +291,69 @@ class Library:
             raise BadImage(verdict.words)
         if not self._engine_ok:
             raise EngineError("no container engine answers on this node: `mesh status`")
-        if await self._find(name, Verdict("", image=image)) is not None:
+        if await self._find(name, image) is not None:
             return None
         if not self._may_fetch(image):
             raise BadImage(f"image {name} is not on the mesh's list by its manifest, so no node gives it to another")
-        pull = self.fetcher.begin(image, name)
+        pull = self._begin(image, name)
         pull.kept = True
         return pull
 
     def _may_fetch(self, image: Image) -> bool:
         return self._fetches and bool(image.manifest) and image.config in self.rules.shared
 
-    async def _load(self, image: Image) -> None:
-        """Have the engine pull an image from this node's registry."""
-        found = None
-        if self._engine_ok:
-            verdict = Verdict("", image=image)
-            found = await self._find("", verdict)
+    def _begin(self, image: Image, name: str) -> Pull:
+        pull = self.pulls.get(image.config)
+        if pull is None or pull.task.done():
+            pull = self.pulls[image.config] = Pull(image, name)
+            pull.task = asyncio.create_task(self._pull(image, name), name=f"image {short(image.config)}")
+            pull.task.add_done_callback(_heard)
+        return pull
+
+    async def _bring(self, image: Image, name: str, report: Callable[[str], None]) -> None:
+        """Fetch an image, and report the progress. The fetch ends when no caller waits for it."""
+        pull = self._begin(image, name)
+        pull.waiting += 1
+        try:
+            while not pull.task.done():
+                report(self.words(pull))
+                await asyncio.wait([pull.task], timeout=TELL_S)
+            if pull.task.cancelled():
+                raise EngineError(
+                    f"image {name} is not fetched any more: this node is leaving, or the image may not be run here now"
+                )
+            pull.task.result()
+        finally:
+            pull.waiting -= 1
+            if not pull.waiting and not pull.kept:
+                pull.task.cancel()
+
+    async def _pull(self, image: Image, name: str) -> None:
+        """Have the engine pull an image from this node's registry. One image at a time."""
+        async with self._turn:
+            if await self._find(name, image) is None:
+                try:
+                    await self._engine.pull(image.manifest, image.config.hex()[:32])
+                except EngineError as error:
+                    states = [self.fetcher.state(digest)[1] for digest in self._store.reach(image.manifest)]
+                    words = "; ".join(dict.fromkeys(why for why in states if why))
+                    missing = (
+                        f"image {name} ({short(image.config)}) is not on this node, and could not be fetched: {words}"
+                    )
+                    raise (BadImage(missing) if words else error) from error
+            found = await self._find(name, image)
             if found is None:
-                await self._engine.pull(image.manifest, image.config.hex()[:32])
-                found = await self._find("", verdict)
-                if found is None:
-                    raise EngineError("the engine pulled the image, and has it under none of its digests")
+                raise EngineError("the engine pulled the image, and has it under none of its digests")
             self.stored[found.id] = found
         self._changed()
+
+    def words(self, pull: Pull) -> str:
+        """Return the progress of a pull."""
+        blobs = self._store.variant(pull.image.manifest).blobs
+        if not blobs:
+            return "is looked for on other nodes"
+        here = (blob.size if self._store.has(blob.hash) else self.fetcher.state(blob.hash)[0] for blob in blobs)
+        return part(sum(here), sum(blob.size for blob in blobs))
 
     # --- the registry
 
@@ -347,58 +369,39 @@ class Library:
 
     def pushed(self, name: str) -> Image | None:
         """Return the image that was pushed under a name into this node's registry."""
-        digest = self._store.tags.get(name) or self._store.tags.get(f"{name}:latest")
-        if digest is None or self._manifest(digest) is None:
-            return None
-        blobs = self._variant(Image(digest, digest)).blobs
-        return Image(blobs[0].hash if blobs else digest, digest, sum(blob.size for blob in blobs))
-
-    def _may_pull(self, digest: bytes) -> bool:
-        return any(digest in self._reach(image) for image in self.rules.images.values())
+        digest = self._store.tags.get(name) or self._store.tags.get(f"{name}:latest") or b""
+        blobs = self._store.variant(digest).blobs
+        known = blobs or self._store.peek(digest).manifests
+        return Image(blobs[0].hash if blobs else digest, digest, sum(blob.size for blob in blobs)) if known else None
 
     def _manifest_of(self, alias: str) -> bytes | None:
         image = self.rules.judge(alias, None).image
         return image.manifest or None if image is not None else None
 
-    async def _arrival(self, digest: bytes) -> bool:
-        """Wait for a blob of the list that is not here, and fetch its image if nobody does."""
-        if self._store.has(digest):
-            return True
-        for image in self.rules.shared.values():
-            if self._may_fetch(image) and digest in self._reach(image):
-                self.fetcher.begin(image, self.name_of(image.config)).kept = True
-                return await self.fetcher.arrival(image, digest)
-        return False
+    def _origin(self, digest: bytes, name: str) -> Origin | None:
+        """Return where a blob may be: of an image on the list, or, with `name`, of any image of the public registries."""
+        rows = [(alias, row.entry.image) for alias, row in (self.rules.listed or {}).items()]
+        images = {
+            alias: image
+            for alias, image in rows
+            if image is not None and self._may_fetch(image) and self._names(digest, [image])
+        }
+        if not images and not name:
+            return None
+        nodes = self.nodes_of()
+        holders = dict.fromkeys(node for one in images.values() for node in nodes.get(one.config[:SHORT], ()))
+        return Origin(list(holders), [*images, *([name] if name else ())])
 
-    # --- other nodes
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Count a stream for the duration of the block."""
-        if self._streams >= AT_ONCE:
+    @asynccontextmanager
+    async def giving(self, digest: bytes, pieces: Sequence[int]) -> AsyncIterator[Iterator[bytes]]:
+        """Give another node pieces of a blob of the list, for the duration of the block. NotGiven if this node does not."""
+        if self._giving.locked():
             raise NotGiven("this node gives images to enough others now", busy=True)
-        self._streams += 1
-        try:
-            yield
-        finally:
-            self._streams -= 1
-
-    async def give(self, config: bytes, digests: set[bytes]) -> list[Path]:
-        """Return the verified files of some of an image's blobs. NotGiven if this node does not give all of them."""
-        image = self.rules.shared.get(config)
-        if image is None or not digests <= await asyncio.to_thread(self._reach, image):
-            raise NotGiven("this node does not give that image, or it has no such blobs")
-        paths = [await asyncio.to_thread(self._store.use, digest) for digest in sorted(digests)]
-        found = [path for path in paths if path is not None]
-        if len(found) < len(paths):
-            raise NotGiven("this node does not have all of the image")
-        return found
-
-    def pieces(self, wanted: Sequence[bytes]) -> Iterator[bytes]:
-        """Read pieces of given blobs; end early if one is gone."""
-        with suppress(OSError):
-            for piece in wanted:
-                yield self._store.read(piece[:32], int.from_bytes(piece[32:]))
+        async with self._giving:
+            listed = await asyncio.to_thread(self._names, digest, self.rules.shared.values())
+            if not listed or await asyncio.to_thread(self._store.use, digest) is None:
+                raise NotGiven("this node does not give that blob, or has none of that digest")
+            yield self._store.pieces(digest, pieces)
 
     # --- the mesh's list
 
@@ -430,7 +433,9 @@ class Library:
         self._rules_changed()
 
     def _rules_changed(self) -> None:
-        self.fetcher.keep_only(self.rules.shared)
+        for config, pull in self.pulls.items():
+            if config not in self.rules.shared and not pull.task.done():
+                pull.task.cancel()
         self._changed()
 
     def show(self) -> None:
@@ -495,3 +500,11 @@ def _not_here(name: str, verdict: Verdict) -> str:
     if verdict.image is None:
         return f"image {name} is not on this node: see `docker images`, or `docker pull {name}` first"
     return f"image {name} ({short(verdict.image.config)}) is not on this node, and no node may give it"
+
+
+def _heard(task: "asyncio.Task[None]") -> None:
+    """Log an unexpected error of a pull that no caller awaits."""
+    with suppress(asyncio.CancelledError):
+        error = task.exception()
+        if error is not None and not isinstance(error, EngineError):
+            log.error("%s failed", task.get_name(), exc_info=error)

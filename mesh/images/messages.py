@@ -1,11 +1,15 @@
 """Messages between nodes about images. Decoders treat the sender as hostile."""
 
+from typing import Annotated
+
 import msgspec
 
 from membership.malformed import MALFORMED
+from mesh.images.oci import MAX_BLOB_BYTES
 
 MAX_PIECES = 4096  # in one request: 16 GiB
-PIECE_ID_BYTES = 36  # a blob's SHA-256 and the number of the piece
+
+Piece = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOB_BYTES >> 22)]
 
 
 class Fetching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,7 +20,8 @@ class Fetching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failed: bool = False
 
 
-_fetching_decoder, _pieces_decoder = msgspec.msgpack.Decoder(Fetching), msgspec.msgpack.Decoder(list[bytes])
+_fetching_decoder = msgspec.msgpack.Decoder(Fetching)
+_pieces_decoder = msgspec.msgpack.Decoder(Annotated[list[Piece], msgspec.Meta(min_length=1, max_length=MAX_PIECES)])
 
 encode = msgspec.msgpack.encode
 
@@ -28,12 +33,10 @@ def decode_fetching(data: bytes) -> Fetching:
         raise ValueError(f"not understood: {error}") from error
 
 
-def decode_pieces(data: bytes) -> list[bytes]:
-    """Decode the ids of requested pieces. ValueError if the request is not valid."""
+def decode_pieces(data: bytes) -> list[int]:
+    """Decode the numbers of the requested pieces of a blob. ValueError if the request is not valid."""
     try:
-        pieces = _pieces_decoder.decode(data)
+        pieces: list[int] = _pieces_decoder.decode(data)
+        return pieces
     except MALFORMED as error:
         raise ValueError(f"not understood: {error}") from error
-    if not 1 <= len(pieces) <= MAX_PIECES or any(len(piece) != PIECE_ID_BYTES for piece in pieces):
-        raise ValueError(f"a request names 1 to {MAX_PIECES} pieces")
-    return pieces

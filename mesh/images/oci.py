@@ -12,12 +12,8 @@ MAX_MANIFEST_BYTES = 4 << 20  # distribution specification 1.1: the limit that r
 MAX_BLOBS = 4096  # that one manifest names (own choice; overlay2 has 127 layers)
 MAX_BLOB_BYTES = 1 << 40  # own choice
 INDEX, MANIFEST = "application/vnd.oci.image.index.v1+json", "application/vnd.oci.image.manifest.v1+json"
-TYPES = {
-    INDEX,
-    MANIFEST,
-    "application/vnd.docker.distribution.manifest.list.v2+json",
-    "application/vnd.docker.distribution.manifest.v2+json",
-}
+DOCKER = "application/vnd.docker.distribution.manifest"
+TYPES = {INDEX, MANIFEST, f"{DOCKER}.list.v2+json", f"{DOCKER}.v2+json"}
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}  # names of Linux and of Go
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
@@ -57,8 +53,8 @@ class Manifest(NamedTuple):
     """A manifest names blobs, its configuration first; an index names `manifests` and no blobs."""
 
     media_type: str
-    blobs: tuple[Descriptor, ...]
-    manifests: tuple[Descriptor, ...]
+    blobs: tuple[Descriptor, ...] = ()
+    manifests: tuple[Descriptor, ...] = ()
 
     @property
     def for_here(self) -> Descriptor | None:
@@ -88,19 +84,17 @@ def decode_oci(data: bytes) -> Manifest:
         if len(data) > MAX_MANIFEST_BYTES:
             raise ManifestError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes")
         document = _decoder.decode(data)
-        if document.schema_version != 2 or (document.config is None) == (document.manifests is None):
-            raise ManifestError("not a manifest of an image: it has either a configuration or manifests")
-        manifests = document.manifests or []
-        blobs = [] if document.config is None else [document.config, *document.layers]
-        for one in (*blobs, *manifests):
-            if not 0 <= one.size <= MAX_BLOB_BYTES or len(one.hash) != 32:
-                raise ManifestError("a blob has an impossible size")
     except MALFORMED as error:
         raise ManifestError(f"not a manifest of an image: {error}") from error
+    if document.schema_version != 2 or (document.config is None) == (document.manifests is None):
+        raise ManifestError("not a manifest of an image: it has either a configuration or manifests")
+    manifests = document.manifests or []
+    blobs = [] if document.config is None else [document.config, *document.layers]
+    if not all(0 <= one.size <= MAX_BLOB_BYTES and one.hash for one in (*blobs, *manifests)):
+        raise ManifestError("a blob has an impossible size")
     if len(blobs) + len(manifests) > MAX_BLOBS or any(one.size > MAX_MANIFEST_BYTES for one in manifests):
         raise ManifestError("the manifest names too much")
     kind = INDEX if document.manifests is not None else MANIFEST
     held = {one.digest: one for one in blobs if not one.urls}
-    return Manifest(
-        document.media_type if document.media_type in TYPES else kind, tuple(held.values()), tuple(manifests)
-    )
+    media_type = document.media_type if document.media_type in TYPES else kind
+    return Manifest(media_type, tuple(held.values()), tuple(manifests))

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
 from hmac import compare_digest
-from http import HTTPStatus
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,9 +21,10 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from mesh.images.blobs import BlobStore, NoRoom, Upload
+from mesh.images.blobs import BlobStore, NoRoom, Part
 from mesh.images.engine import Registry
-from mesh.images.oci import MAX_MANIFEST_BYTES, Manifest, ManifestError, decode_oci, digest_hash, digest_text
+from mesh.images.oci import MAX_MANIFEST_BYTES, ManifestError, decode_oci, digest_hash, digest_text
+from mesh.images.upstream import FetchFailed
 from mesh.rpc.streams import read_within
 from mesh.util.errors import MeshError
 
@@ -33,21 +33,26 @@ UPLOADS = 64  # open at a time (own choice)
 UPLOAD_IDLE_S = 3600  # after which an upload counts as abandoned (own choice)
 WRITE_BYTES = 1 << 20  # in one call of a thread
 MAX_PAGE = 1000  # tags in one answer (own choice)
-SECRET_BYTES = 32
-TOKEN_S = 3600  # for which clients keep a token (own choice)
 NOBODY = "anonymous"  # the token of clients without a password
+TOKEN_S = 3600  # for which clients keep a token (own choice)
 
-NAME = "{name:[a-z0-9._/-]{1,255}}"
 _NAME = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*")  # distribution spec 1.1
 _TAG = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}")  # distribution spec 1.1
 _RANGE = re.compile(r"(\d{1,15})-(\d{1,15})")
+
+
+class _Upload:
+    """A blob that a client pushes."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.size, self.used, self.busy = part, 0, time.monotonic(), False
 
 
 class RegistryServer:
     """The registry of a node.
 
     `may_pull` tells whether anybody on this machine may have a manifest or blob; `listed` returns the manifest of an alias;
-    `arrival` waits for a blob that other nodes have, and returns whether it is here.
+    `bring` fetches a blob that is not here, for a client that may push below the name that it asked for (FetchFailed).
     """
 
     def __init__(
@@ -56,36 +61,37 @@ class RegistryServer:
         port_file: Path,
         may_pull: Callable[[bytes], bool],
         listed: Callable[[str], bytes | None],
-        arrival: Callable[[bytes], Awaitable[bool]],
+        bring: Callable[[bytes, str], Awaitable[None]],
     ) -> None:
         self._store, self._port_file = store, port_file
-        self._may_pull, self._listed, self._arrival = may_pull, listed, arrival
-        self._password = os.urandom(SECRET_BYTES).hex()
-        self._uploads: dict[str, Upload] = {}
+        self._may_pull, self._listed, self._bring = may_pull, listed, bring
+        self._password = os.urandom(32).hex()
+        self._uploads: dict[str, _Upload] = {}
         self._runner: web.AppRunner | None = None
         self.port = 0
 
     async def open(self, wanted: int) -> None:
         """Serve on this port; 0: that of the last run, if it is free, since engines keep it in the names of images."""
-        app = web.Application(middlewares=[self._guarded])
+        app, name = web.Application(middlewares=[self._guarded]), "/v2/{name:[a-z0-9._/-]{1,255}}"
         app.add_routes(
             [
                 web.get("/v2/", self._base),
                 web.get("/token", self._token),
-                web.get(f"/v2/{NAME}/tags/list", self._tags),
-                web.post(f"/v2/{NAME}/blobs/uploads/", self._begin),
-                web.get(f"/v2/{NAME}/blobs/uploads/{{id}}", self._progress),
-                web.patch(f"/v2/{NAME}/blobs/uploads/{{id}}", self._append),
-                web.put(f"/v2/{NAME}/blobs/uploads/{{id}}", self._complete),
-                web.delete(f"/v2/{NAME}/blobs/uploads/{{id}}", self._abandon),
-                web.get(f"/v2/{NAME}/blobs/{{digest}}", self._blob),
-                web.get(f"/v2/{NAME}/manifests/{{reference}}", self._get_manifest),
-                web.put(f"/v2/{NAME}/manifests/{{reference}}", self._put_manifest),
+                web.get(f"{name}/tags/list", self._tags),
+                web.post(f"{name}/blobs/uploads/", self._upload),
+                web.route("*", f"{name}/blobs/uploads/{{id}}", self._upload),
+                web.get(f"{name}/blobs/{{digest}}", self._blob),
+                web.get(f"{name}/manifests/{{reference}}", self._blob),
+                web.put(f"{name}/manifests/{{reference}}", self._put_manifest),
+                web.delete(f"{name}/manifests/{{reference}}", self._forget),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        for port in [wanted] if wanted else [self._last_port(), 0]:
+        last = 0
+        with suppress(OSError, ValueError):
+            last = max(0, min(65535, int(self._port_file.read_text())))
+        for port in [wanted] if wanted else [last, 0]:
             with suppress(OSError):
                 await web.TCPSite(self._runner, HOST, port).start()
                 self.port = int(self._runner.addresses[0][1])
@@ -94,16 +100,11 @@ class RegistryServer:
         await self._runner.cleanup()
         raise MeshError(f"port {wanted} of {HOST} is taken: choose another as registry_port in config.toml")
 
-    def _last_port(self) -> int:
-        with suppress(OSError, ValueError):
-            return max(0, min(65535, int(self._port_file.read_text())))
-        return 0
-
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
         for upload in self._uploads.values():
-            upload.close()
+            upload.part.close()
 
     @property
     def access(self) -> Registry:
@@ -117,17 +118,16 @@ class RegistryServer:
             if request.headers.get("Host") not in {f"{HOST}:{self.port}", f"localhost:{self.port}"} or (
                 {"Origin", "Sec-Fetch-Site"} & request.headers.keys()
             ):
-                _refuse(HTTPStatus.FORBIDDEN, "DENIED", "this registry is for programs on this machine")
-            name = request.match_info.get("name", "x")
-            if not _NAME.fullmatch(name):
-                _refuse(HTTPStatus.BAD_REQUEST, "NAME_INVALID", "not a repository's name")
-            if request.method not in {"GET", "HEAD"} and not self._is_owner(request):
+                _refuse(403, "DENIED", "this registry is for programs on this machine")
+            if not _NAME.fullmatch(request.match_info.get("name", "x")):
+                _refuse(400, "NAME_INVALID", "not a repository's name")
+            if (request.method not in {"GET", "HEAD"} or "id" in request.match_info) and not self._is_owner(request):
                 self._challenge(request)
             return await handler(request)
         except ManifestError as error:
-            return _problem(HTTPStatus.BAD_REQUEST, "DIGEST_INVALID", str(error))
+            return _problem(400, "DIGEST_INVALID", str(error))
         except NoRoom as error:
-            return _problem(HTTPStatus.INSUFFICIENT_STORAGE, "DENIED", str(error))
+            return _problem(507, "DENIED", str(error))
         except web.HTTPException as error:
             if error.content_type == "application/json":
                 raise
@@ -143,12 +143,8 @@ class RegistryServer:
 
     def _challenge(self, request: web.Request) -> NoReturn:
         challenge = f'Bearer realm="http://{request.headers["Host"]}/token",service="campus-mesh"'
-        _refuse(
-            HTTPStatus.UNAUTHORIZED,
-            "UNAUTHORIZED",
-            "pushing needs the password of `mesh image registry`",
-            {"WWW-Authenticate": challenge},
-        )
+        words = "pushing needs the password of `mesh image registry`"
+        _refuse(401, "UNAUTHORIZED", words, {"WWW-Authenticate": challenge})
 
     async def _base(self, request: web.Request) -> web.Response:
         if not self._is_owner(request) and request.headers.get("Authorization") != f"Bearer {NOBODY}":
@@ -159,175 +155,165 @@ class RegistryServer:
         """Exchange the password, or none, for a token, as clients of registries expect it."""
         owner = self._is_owner(request)
         if not owner and "Authorization" in request.headers:
-            _refuse(HTTPStatus.UNAUTHORIZED, "UNAUTHORIZED", "not the password of `mesh image registry`")
+            _refuse(401, "UNAUTHORIZED", "not the password of `mesh image registry`")
         token = self._password if owner else NOBODY
         return web.json_response({"token": token, "access_token": token, "expires_in": TOKEN_S})
 
     # --- pulling
 
     async def _blob(self, request: web.Request) -> web.StreamResponse:
-        digest = digest_hash(request.match_info["digest"])
-        path = await self._file(request, digest)
+        """Serve a blob, or a manifest by its digest, an alias of the list, or a name that was pushed."""
+        name, reference = request.match_info["name"], request.match_info.get("reference")
+        kind, owner = "BLOB" if reference is None else "MANIFEST", self._is_owner(request)
+        digest = self._meant(name, reference or request.match_info["digest"])
+        if digest is None or not (owner or self._may_pull(digest)):
+            _refuse(404, f"{kind}_UNKNOWN", "this node has nothing of that digest or name to give")
+        try:
+            await self._bring(digest, name if owner else "")
+        except FetchFailed as error:
+            _refuse(404, f"{kind}_UNKNOWN", f"it could not be fetched: {error}")
+        path = await asyncio.to_thread(self._store.use, digest)
+        headers = {"Content-Type": "application/octet-stream", "Docker-Content-Digest": digest_text(digest)}
+        if reference is not None and path is not None:
+            manifest = await asyncio.to_thread(self._store.manifest, digest)
+            headers["Content-Type"] = manifest.media_type if manifest is not None else ""
         if path is None:
-            _refuse(HTTPStatus.NOT_FOUND, "BLOB_UNKNOWN", "this node has no such blob")
-        return web.FileResponse(
-            path, headers={"Content-Type": "application/octet-stream", "Docker-Content-Digest": digest_text(digest)}
-        )
+            _refuse(404, f"{kind}_UNKNOWN", "it was damaged on this node's disk, and is removed")
+        return web.FileResponse(path, headers=headers)
 
-    async def _get_manifest(self, request: web.Request) -> web.Response:
-        digest = self._meant(request)
-        path = await self._file(request, digest) if digest is not None else None
-        if digest is None or path is None:
-            _refuse(HTTPStatus.NOT_FOUND, "MANIFEST_UNKNOWN", "this node has no such manifest")
-        manifest = await asyncio.to_thread(self._store.manifest, digest)
-        if manifest is None:
-            _refuse(HTTPStatus.NOT_FOUND, "MANIFEST_UNKNOWN", "this node has no such manifest")
-        body = await asyncio.to_thread(path.read_bytes)
-        headers = {"Content-Type": manifest.media_type, "Docker-Content-Digest": digest_text(digest)}
-        return web.Response(body=body, headers=headers)
-
-    async def _file(self, request: web.Request, digest: bytes) -> Path | None:
-        """Return the verified file of a blob that this client may have."""
-        if not self._is_owner(request) and not self._may_pull(digest):
-            return None
-        await self._arrival(digest)
-        return await asyncio.to_thread(self._store.use, digest)
-
-    def _meant(self, request: web.Request) -> bytes | None:
-        """Return the digest that a reference means: itself, a listed alias, or a name that was pushed."""
-        reference = request.match_info["reference"]
+    def _meant(self, name: str, reference: str) -> bytes | None:
         if ":" in reference:
             return digest_hash(reference)
-        name = f"{request.match_info['name']}:{reference}"
-        return self._store.tags.get(name) or self._listed(name) or self._listed(name.removesuffix(":latest"))
+        tag = f"{name}:{reference}"
+        return self._store.tags.get(tag) or self._listed(tag) or self._listed(tag.removesuffix(":latest"))
 
     async def _tags(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         tags = sorted(one.partition(":")[2] for one in self._store.tags if one.partition(":")[0] == name)
         if not tags or not self._is_owner(request):
-            _refuse(HTTPStatus.NOT_FOUND, "NAME_UNKNOWN", "nothing was pushed under this name")
-        count = request.query.get("n", str(MAX_PAGE))
-        last = request.query.get("last", "")
-        if not count.isdecimal() or len(count) > 9:
-            _refuse(HTTPStatus.BAD_REQUEST, "UNSUPPORTED", "n is a number")
+            _refuse(404, "NAME_UNKNOWN", "nothing was pushed under this name")
+        count, last = request.query.get("n", str(MAX_PAGE)), request.query.get("last", "")
+        if not re.fullmatch("[0-9]{1,9}", count):
+            _refuse(400, "UNSUPPORTED", "n is a number")
         after = [tag for tag in tags if tag > last]
         page = after[: min(int(count), MAX_PAGE)]
-        headers = {}
-        if page and len(page) < len(after):
-            headers["Link"] = f'</v2/{name}/tags/list?n={len(page)}&last={page[-1]}>; rel="next"'
-        return web.json_response({"name": name, "tags": page}, headers=headers)
+        more = bool(page) and len(page) < len(after)
+        link = f'</v2/{name}/tags/list?n={len(page)}&last={page[-1]}>; rel="next"' if more else ""
+        return web.json_response({"name": name, "tags": page}, headers={"Link": link} if more else {})
 
     # --- pushing
 
-    async def _begin(self, request: web.Request) -> web.Response:
-        mount = request.query.get("mount")
-        if mount is not None and await asyncio.to_thread(self._store.use, digest_hash(mount)) is not None:
-            return self._created(request, "blobs", digest_hash(mount))
+    async def _upload(self, request: web.Request) -> web.Response:
+        """Begin an upload, or mount a blob; append to an upload; tell its state, complete or end it."""
+        method, query = request.method, request.query
+        if method == "POST":
+            if "mount" in query and await asyncio.to_thread(self._store.use, digest_hash(query["mount"])) is not None:
+                return _created(request, "blobs", digest_hash(query["mount"]))
+            identity = await self._begin()
+        else:
+            identity = request.match_info["id"]
+        upload = self._uploads.get(identity)
+        if upload is None:
+            _refuse(404, "BLOB_UPLOAD_UNKNOWN", "there is no such upload")
+        if method == "DELETE":
+            await asyncio.to_thread(self._uploads.pop(identity).part.close)
+            return web.Response(status=204)
+        if method not in {"POST", "PATCH", "PUT", "GET"}:
+            raise web.HTTPMethodNotAllowed(method, ["GET", "PATCH", "PUT", "DELETE"])
+        place = f"/v2/{request.match_info['name']}/blobs/uploads/{identity}"
+        digest = digest_hash(query.get("digest", "")) if method == "PUT" or "digest" in query else None
+        if method != "GET":
+            await self._receive(request, upload, place)
+        if digest is None:
+            headers = {"Location": place, "Range": f"0-{max(0, upload.size - 1)}", "Docker-Upload-UUID": identity}
+            return web.Response(status=204 if method == "GET" else 202, headers=headers)
+        del self._uploads[identity]
+        try:
+            if not await asyncio.to_thread(upload.part.finish, digest):
+                _refuse(400, "DIGEST_INVALID", "the content does not have this digest")
+        finally:
+            await asyncio.to_thread(upload.part.close)
+        return _created(request, "blobs", digest)
+
+    async def _begin(self) -> str:
         for identity, upload in list(self._uploads.items()):
             if time.monotonic() - upload.used > UPLOAD_IDLE_S and not upload.busy:
-                self._uploads.pop(identity).close()
+                self._uploads.pop(identity).part.close()
         if len(self._uploads) >= UPLOADS:
-            _refuse(HTTPStatus.TOO_MANY_REQUESTS, "TOOMANYREQUESTS", f"{UPLOADS} uploads are open")
-        upload = await asyncio.to_thread(self._store.upload)
-        identity = upload.path.stem
-        self._uploads[identity] = upload
-        if "digest" in request.query:
-            return await self._finish(request, identity, upload)
-        return self._accepted(request, identity, upload, HTTPStatus.ACCEPTED)
+            _refuse(429, "TOOMANYREQUESTS", f"{UPLOADS} uploads are open")
+        identity = os.urandom(16).hex()
+        self._uploads[identity] = _Upload(self._store.part())
+        return identity
 
-    async def _append(self, request: web.Request) -> web.Response:
-        identity, upload = self._upload(request)
-        await self._receive(request, identity, upload)
-        return self._accepted(request, identity, upload, HTTPStatus.ACCEPTED)
-
-    async def _complete(self, request: web.Request) -> web.Response:
-        identity, upload = self._upload(request)
-        return await self._finish(request, identity, upload)
-
-    async def _finish(self, request: web.Request, identity: str, upload: Upload) -> web.Response:
-        digest = digest_hash(request.query.get("digest", ""))
-        await self._receive(request, identity, upload)
-        self._uploads.pop(identity, None)
-        if not await asyncio.to_thread(upload.finish, digest):
-            _refuse(HTTPStatus.BAD_REQUEST, "DIGEST_INVALID", "the content does not have this digest")
-        return self._created(request, "blobs", digest)
-
-    async def _receive(self, request: web.Request, identity: str, upload: Upload) -> None:
+    async def _receive(self, request: web.Request, upload: _Upload, place: str) -> None:
         """Append the body of a request. It must begin where the upload ends."""
         if upload.busy:
-            _refuse(HTTPStatus.CONFLICT, "BLOB_UPLOAD_INVALID", "another request writes this upload")
-        given = request.headers.get("Content-Range")
-        if given is not None:
+            _refuse(409, "BLOB_UPLOAD_INVALID", "another request writes this upload")
+        if (given := request.headers.get("Content-Range")) is not None:
             found = _RANGE.fullmatch(given)
             if found is None or int(found[1]) != upload.size or int(found[2]) < int(found[1]):
-                where = self._accepted(request, identity, upload, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
-                _refuse(where.status, "BLOB_UPLOAD_INVALID", "not the next part of this upload", dict(where.headers))
+                headers = {"Location": place, "Range": f"0-{max(0, upload.size - 1)}"}
+                _refuse(416, "BLOB_UPLOAD_INVALID", "not the next part of this upload", headers)
         upload.busy = True
         try:
             data = bytearray()
             async for piece in request.content.iter_any():
                 data += piece
                 if len(data) >= WRITE_BYTES:
-                    await asyncio.to_thread(upload.write, bytes(data))
-                    data.clear()
-            await asyncio.to_thread(upload.write, bytes(data))
+                    await self._write(upload, data)
+            await self._write(upload, data)
         finally:
             upload.busy = False
 
-    async def _progress(self, request: web.Request) -> web.Response:
-        if not self._is_owner(request):
-            self._challenge(request)
-        return self._accepted(request, *self._upload(request), HTTPStatus.NO_CONTENT)
-
-    async def _abandon(self, request: web.Request) -> web.Response:
-        identity, upload = self._upload(request)
-        del self._uploads[identity]
-        await asyncio.to_thread(upload.close)
-        return web.Response(status=HTTPStatus.NO_CONTENT)
-
-    def _upload(self, request: web.Request) -> tuple[str, Upload]:
-        identity = request.match_info["id"]
-        if identity not in self._uploads:
-            _refuse(HTTPStatus.NOT_FOUND, "BLOB_UPLOAD_UNKNOWN", "there is no such upload")
-        return identity, self._uploads[identity]
+    async def _write(self, upload: _Upload, data: bytearray) -> None:
+        await asyncio.to_thread(upload.part.write, bytes(data), upload.size)
+        upload.size, upload.used = upload.size + len(data), time.monotonic()
+        data.clear()
 
     async def _put_manifest(self, request: web.Request) -> web.Response:
         reference, name = request.match_info["reference"], request.match_info["name"]
         body = await read_within(request.content, MAX_MANIFEST_BYTES)
         if body is None:
-            _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "SIZE_INVALID", f"over {MAX_MANIFEST_BYTES} bytes")
+            _refuse(413, "SIZE_INVALID", f"over {MAX_MANIFEST_BYTES} bytes")
         digest = sha256(body).digest()
         if ":" in reference and digest_hash(reference) != digest:
-            _refuse(HTTPStatus.BAD_REQUEST, "DIGEST_INVALID", "the manifest does not have this digest")
+            _refuse(400, "DIGEST_INVALID", "the manifest does not have this digest")
         if ":" not in reference and not _TAG.fullmatch(reference):
-            _refuse(HTTPStatus.BAD_REQUEST, "MANIFEST_INVALID", "not a tag")
+            _refuse(400, "MANIFEST_INVALID", "not a tag")
         try:
             manifest = decode_oci(body)
         except ManifestError as error:
-            _refuse(HTTPStatus.BAD_REQUEST, "MANIFEST_INVALID", str(error))
-        if not self._complete_here(manifest):
-            _refuse(HTTPStatus.BAD_REQUEST, "MANIFEST_BLOB_UNKNOWN", "push what the manifest names first")
+            _refuse(400, "MANIFEST_INVALID", str(error))
+        here = [self._store.has(one.hash) for one in (*manifest.manifests, *manifest.blobs)]
+        if not (any(here) if manifest.manifests else all(here)):  # engines push one machine's manifest of an index
+            _refuse(400, "MANIFEST_BLOB_UNKNOWN", "push what the manifest names first")
         await asyncio.to_thread(self._store.keep, body)
         if ":" not in reference and not await asyncio.to_thread(self._store.tag, f"{name}:{reference}", digest):
-            _refuse(HTTPStatus.TOO_MANY_REQUESTS, "TOOMANYREQUESTS", "too many names were pushed")
-        return self._created(request, "manifests", digest)
+            _refuse(429, "TOOMANYREQUESTS", "too many names were pushed")
+        return _created(request, "manifests", digest)
 
-    def _complete_here(self, manifest: Manifest) -> bool:
-        """Return whether the blobs of a manifest are here, or any manifest of an index: engines push one machine's."""
-        if manifest.manifests:
-            return any(self._store.has(one.hash) for one in manifest.manifests)
-        return all(self._store.has(one.hash) for one in manifest.blobs)
+    async def _forget(self, request: web.Request) -> web.Response:
+        """Forget a name that was pushed, or all names of a digest. What no list holds is removed when space is short."""
+        name, reference = request.match_info["name"], request.match_info["reference"]
+        digest = digest_hash(reference) if ":" in reference else None
+        gone = [
+            tag
+            for tag, known in self._store.tags.items()
+            if tag == f"{name}:{reference}" or (known == digest and tag.partition(":")[0] == name)
+        ]
+        if not gone:
+            _refuse(404, "MANIFEST_UNKNOWN", "nothing was pushed under this name")
+        for tag in gone:
+            await asyncio.to_thread(self._store.tag, tag, None)
+        return web.Response(status=202)
 
-    def _accepted(self, request: web.Request, identity: str, upload: Upload, status: HTTPStatus) -> web.Response:
-        place = f"/v2/{request.match_info['name']}/blobs/uploads/{identity}"
-        headers = {"Location": place, "Range": f"0-{max(0, upload.size - 1)}", "Docker-Upload-UUID": identity}
-        return web.Response(status=status, headers=headers)
 
-    def _created(self, request: web.Request, kind: str, digest: bytes) -> web.Response:
-        place = f"/v2/{request.match_info['name']}/{kind}/{digest_text(digest)}"
-        return web.Response(
-            status=HTTPStatus.CREATED, headers={"Location": place, "Docker-Content-Digest": digest_text(digest)}
-        )
+def _created(request: web.Request, kind: str, digest: bytes) -> web.Response:
+    headers = {
+        "Location": f"/v2/{request.match_info['name']}/{kind}/{digest_text(digest)}",
+        "Docker-Content-Digest": digest_text(digest),
+    }
+    return web.Response(status=201, headers=headers)
 
 
 def _problem(status: int, code: str, text: str, headers: dict[str, str] | None = None) -> web.Response:

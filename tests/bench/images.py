@@ -6,13 +6,9 @@ Writes build/bench/images.json. Needs root, dockerd, docker-registry and skopeo.
 import argparse
 import os
 import shutil
-import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import docker
@@ -21,6 +17,7 @@ import docker.errors
 from mesh.daemon.stack import Stack, StackNode
 from tests.bench.harness import interleave, not_run, row, save
 from tests.container_images import layered_image
+from tests.docker_registry import docker_registry
 from tests.dockerd import client_of, dockerd
 
 LAYERS, LAYER_BYTES = (
@@ -44,27 +41,6 @@ def until(done: Callable[[], bool], what: str) -> None:
     while not done():
         assert time.monotonic() < deadline, f"{what} did not happen"
         time.sleep(POLL_S)
-
-
-@contextmanager
-def peer_registry() -> Iterator[str]:
-    """Start Debian's docker-registry; yield its address."""
-    with tempfile.TemporaryDirectory() as root, socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-        probe.close()
-        settings = Path(root) / "config.yml"
-        settings.write_text(
-            f"version: 0.1\nstorage:\n  filesystem:\n    rootdirectory: {root}/data\nhttp:\n  addr: {address}\n"
-        )
-        quiet = subprocess.DEVNULL
-        process = subprocess.Popen(["docker-registry", "serve", str(settings)], stdout=quiet, stderr=quiet)
-        try:
-            host, port = address.split(":")
-            until(lambda: socket.socket().connect_ex((host, int(port))) == 0, "docker-registry")
-            yield address
-        finally:
-            process.terminate()
-            process.wait(WAIT_S)
 
 
 def listed(node: StackNode, alias: str) -> dict[str, Any]:
@@ -103,7 +79,7 @@ def pull(node: StackNode, client: Any, alias: str, image: str) -> None:
 
 def measure(rounds: int) -> list[dict[str, Any]]:
     overrides = {"engines": ["process", "docker"]}
-    with dockerd() as one, dockerd() as two, peer_registry() as peer, Stack(4, overrides=overrides) as stack:
+    with dockerd() as one, dockerd() as two, docker_registry() as peer, Stack(4, overrides=overrides) as stack:
         first, *others, last = stack.nodes
         for node in stack.nodes:
             node.within = ("env", f"DOCKER_HOST={two.host if node is last else one.host}")

@@ -72,6 +72,8 @@ def test_interface_names_are_checked(tmp_path: Path, value: str) -> None:
         *(f"edge_device = {value}" for value in ("'..'", "'eth 0'", "'a/b'", "'sixteen-letters-'", "'eth0:1'", "0")),
         *(f"edge_mbps = {value}" for value in ("-1", "nan", "inf", "1e7", "'fast'")),
         "edge = 'on'",
+        "image_registries = ['https://docker.io']",
+        "image_registries = ['ghcr.io/lab']",
         "edge_device = 'eth0'\nedge = 'off'",
     ],
 )

@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from membership.identity import Identity
+from mesh.cli.demo_image import python_root
 from mesh.daemon.layout import save_membership
 from mesh.daemon.stack import Stack, StackNode
-from mesh.images.python_image import python_root
 from mesh.model.spec import parse_job
 from mesh.rpc.client import PeerError
 from mesh.rpc.frames import Exit, Failed, Opened, Order

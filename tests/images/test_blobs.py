@@ -10,7 +10,7 @@ import pytest
 from mesh.images import blobs as blobs_module
 from mesh.images.blobs import IDLE_S, MAX_TAGS, PIECE_BYTES, BlobStore, NoRoom
 from mesh.images.oci import ManifestError
-from tests.images.samples import manifest_of
+from tests.images.samples import index_of, manifest_of
 
 DATA = os.urandom(PIECE_BYTES + 1000)
 DIGEST = sha256(DATA).digest()
@@ -27,33 +27,23 @@ def store(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path, 1 << 40)
 
 
-def test_upload_counts_only_with_its_digest(store: BlobStore, tmp_path: Path) -> None:
-    wrong, right = store.upload(), store.upload()
-    for upload in (wrong, right):
-        upload.write(DATA[:10])
-        upload.write(DATA[10:])
-    assert not store.has(DIGEST) and not wrong.finish(b"x" * 32) and not store.has(DIGEST)
-    assert right.finish(DIGEST) and store.use(DIGEST) == store.path(DIGEST)
+def test_part_counts_only_with_its_digest(store: BlobStore, tmp_path: Path) -> None:
+    for last in (b"x" * 1000, DATA[PIECE_BYTES:]):
+        part = store.part()
+        part.write(last, PIECE_BYTES)
+        part.write(DATA[:PIECE_BYTES], 0)
+        assert not store.has(DIGEST) and part.read(PIECE_BYTES) == last
+        assert part.finish(DIGEST) == store.has(DIGEST) == (last == DATA[PIECE_BYTES:])
+        part.close()
     assert [path.name for path in (tmp_path / "blobs").iterdir()] == [DIGEST.hex()]
-    assert store.read(DIGEST, 0) + store.read(DIGEST, 1) == DATA
+    assert b"".join(store.pieces(DIGEST, [0, 1])) == DATA and list(store.pieces(b"x" * 32, [0])) == []
 
 
 def test_unfinished_data_does_not_outlive_daemon(store: BlobStore, tmp_path: Path) -> None:
-    store.upload().write(DATA)
-    store.begin(DIGEST, len(DATA))
-    store.write(DIGEST, 0, DATA[:PIECE_BYTES])
-    assert len(list((tmp_path / "blobs").iterdir())) == 2
+    store.part().write(DATA, 0)
+    assert len(list((tmp_path / "blobs").iterdir())) == 1
     again = BlobStore(tmp_path, 1 << 40)
     assert not list((tmp_path / "blobs").iterdir()) and not again.has(DIGEST)
-
-
-def test_fetched_blob_counts_once_it_has_its_hash(store: BlobStore) -> None:
-    for last in (b"x" * 1000, DATA[PIECE_BYTES:]):
-        store.begin(DIGEST, len(DATA))
-        store.write(DIGEST, 1, last)
-        store.write(DIGEST, 0, DATA[:PIECE_BYTES])
-        assert not store.has(DIGEST)
-        assert store.finish(DIGEST) == store.has(DIGEST) == (last == DATA[PIECE_BYTES:])
 
 
 def test_damage_of_disk_is_found_before_use(store: BlobStore, tmp_path: Path) -> None:
@@ -62,15 +52,14 @@ def test_damage_of_disk_is_found_before_use(store: BlobStore, tmp_path: Path) ->
     assert BlobStore(tmp_path, 1 << 40).use(DIGEST) is None and not store.has(DIGEST)
 
 
-def test_longest_unused_blobs_go_first_unless_held(store: BlobStore) -> None:
+def test_longest_unused_blobs_go_first(store: BlobStore) -> None:
     kept = [store.keep(bytes([number]) * 100) for number in range(4)]
     for age, digest in enumerate(reversed(kept)):
         os.utime(store.path(digest), (time.time() - IDLE_S - 100 - age,) * 2)
     store.bound_bytes = 200
-    with store.holding(kept[:1]):
-        store.drop(kept[:1])
-        store.trim()
-    assert [store.has(digest) for digest in kept] == [True, False, False, True]
+    assert store.use(kept[0]) is not None
+    store.trim()
+    assert [store.has(digest) for digest in kept] == [True, False, False, True], "use counts"
     store.drop(kept)
     assert not any(map(store.has, kept))
     recent = store.keep(DATA)
@@ -88,13 +77,14 @@ def test_names_outlive_daemon_and_are_bounded(
     assert BlobStore(tmp_path, 1).tags == {}
 
 
-def test_full_disk_is_an_error(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_an_error(store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs_module, "SPARE_BYTES", 1 << 60)
-    upload = store.upload()
-    for write in (lambda: upload.write(DATA), lambda: store.keep(DATA), lambda: store.check_room(1)):
+    part = store.part()
+    for write in (lambda: part.write(DATA, 0), lambda: store.keep(DATA)):
         with pytest.raises(NoRoom, match="no space for"):
             write()
-    assert not store.has(DIGEST)
+    part.close()
+    assert not list((tmp_path / "blobs").iterdir())
 
 
 def test_blob_that_is_no_manifest_is_refused(store: BlobStore) -> None:
@@ -109,3 +99,14 @@ def test_manifest_that_was_removed_is_not_remembered(store: BlobStore) -> None:
     assert store.manifest(digest) is not None
     store.drop([digest])
     assert store.manifest(digest) is None
+
+
+def test_index_reaches_the_manifests_that_are_here(store: BlobStore) -> None:
+    amd, riscv = manifest_of(b"amd", [DATA]), manifest_of(b"riscv", [])
+    index = store.keep(index_of(amd64=amd, arm64=amd, riscv64=riscv))
+    hashes = [sha256(one).digest() for one in (amd, riscv, b"amd", DATA)]
+    assert store.reach(index) == {index, *hashes[:2]} and store.variant(index).blobs == ()
+    store.keep(amd)
+    assert store.reach(index) == {index, *hashes} and store.variant(index).blobs[0].hash == hashes[2]
+    assert store.described(hashes[1]) == (len(riscv), True) and store.described(hashes[3]) == (len(DATA), False)
+    assert store.described(index) is None and store.reach(b"x" * 32) == {b"x" * 32}

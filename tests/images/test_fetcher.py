@@ -1,4 +1,4 @@
-"""An image brought from real holders: some lie, break off, stand still, or have only a part of it."""
+"""Blobs of an image fetched from real holders: some lie, break off, stand still, or have only a part of it."""
 
 import asyncio
 import os
@@ -10,23 +10,24 @@ import pytest
 from aiohttp import web
 
 from membership.identity import Identity
-from mesh.execution.engine import BadImage, EngineError
 from mesh.images import blobs as blobs_module
 from mesh.images import fetcher as fetcher_module
-from mesh.images.allowlist import Image
 from mesh.images.blobs import PIECE_BYTES, BlobStore
-from mesh.images.fetcher import ImageFetcher, piece_id
+from mesh.images.fetcher import BlobFetcher, Origin
 from mesh.images.messages import decode_pieces
+from mesh.images.upstream import FetchFailed, Upstream
 from mesh.rpc.client import Address, PeerClient
-from tests.images.samples import image_of, index_of, manifest_of
+from tests.images.samples import manifest_of
 from tests.rpc.nodes import client_of, node_named, serve
 
-CONFIG, LAYERS = b'{"rootfs":{}}', (os.urandom(2 * PIECE_BYTES + 1000), b"small", b"")
+CONFIG, LAYERS = b'{"rootfs":{}}', (os.urandom(5 * PIECE_BYTES + 1000), b"small", b"")
 MANIFEST = manifest_of(CONFIG, LAYERS)
 BLOBS = {sha256(data).digest(): data for data in (CONFIG, MANIFEST, *LAYERS)}
-IMAGE = image_of(CONFIG, MANIFEST)
-PIECES = 6  # of the configuration and the layers
 A, B, C = (node_named(letter).node_id for letter in "abc")
+
+
+def digest(data: bytes) -> bytes:
+    return sha256(data).digest()
 
 
 class Holder:
@@ -38,43 +39,34 @@ class Holder:
 
     async def serve(self, identity: Identity) -> Address:
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/v1/images/{image}/blobs/{digest}", self._blob),
-                web.post("/v1/images/{image}/pieces", self._pieces),
-            ]
-        )
+        app.add_routes([web.post("/v1/images/blobs/{digest}", self._pieces)])
         self._server, address = await serve(app, identity)
         return address
 
     async def close(self) -> None:
         await self._server.close()
 
-    async def _blob(self, request: web.Request) -> web.StreamResponse:
-        if self.manner == "gives another manifest":
+    async def _pieces(self, request: web.Request) -> web.StreamResponse:
+        wanted, asked = decode_pieces(await request.read()), bytes.fromhex(request.match_info["digest"])
+        if asked == digest(MANIFEST) and self.manner == "gives another manifest":
             return web.Response(body=manifest_of(b"{}", ()))
-        if self.manner == "never stops talking":
-            response = web.StreamResponse()
-            await response.prepare(request)
-            while True:
+        if self.manner == "has only a part" and asked == digest(LAYERS[0]):
+            raise web.HTTPNotFound
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if asked == digest(MANIFEST):
+            while self.manner == "never stops talking":
                 await response.write(bytes(1 << 20))
                 await asyncio.sleep(0)  # a write that need not wait lets nobody else run
-        return web.Response(body=self.blobs[bytes.fromhex(request.match_info["digest"])])
-
-    async def _pieces(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        wanted = decode_pieces(await request.read())
-        if self.manner == "has only a part" and any(piece[:32] == sha256(LAYERS[0]).digest() for piece in wanted):
-            raise web.HTTPNotFound
-        await response.prepare(request)
-        for number, asked in enumerate(wanted):
+            await response.write(MANIFEST)
+            return response
+        for number in wanted:
             if self.manner == "breaks off after two" and self.given >= 2:
                 break
-            at = int.from_bytes(asked[32:]) * PIECE_BYTES
-            piece = bytearray(self.blobs[asked[:32]][at : at + PIECE_BYTES])
+            piece = bytearray(self.blobs[asked][number * PIECE_BYTES : (number + 1) * PIECE_BYTES])
             if self.manner == "lies" and piece:
                 piece[-1] ^= 1
-            if self.manner == "ends inside a piece" and number == len(wanted) - 1:
+            if self.manner == "ends inside a piece" and number == wanted[-1]:
                 del piece[-10:]
             while self.manner == "drips":
                 await response.write(b"drop")
@@ -92,12 +84,12 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.blamed: dict[bytes, str] = {}
-        self.loaded: list[Image] = []
         self.store = BlobStore(directory, 1 << 40)
         self.holders: dict[bytes, Holder] = {}
+        self.listed = True
         self._peers: list[PeerClient] = []
 
-    async def fetcher(self, blobs: dict[bytes, bytes] = BLOBS, **manners: str) -> ImageFetcher:
+    async def fetcher(self, blobs: dict[bytes, bytes] = BLOBS, **manners: str) -> BlobFetcher:
         """Names are one letter."""
         addresses = {}
         for name, manner in manners.items():
@@ -107,17 +99,25 @@ class World:
         peers = await client_of(addresses)
         self._peers.append(peers)
 
-        async def load(image: Image) -> None:
-            self.loaded.append(image)
+        def origin(digest: bytes, name: str) -> Origin | None:
+            return Origin(list(addresses), []) if self.listed else None
 
         def blame(node: bytes, what: str) -> None:
             self.blamed.setdefault(node, what)
 
-        return ImageFetcher(b"me" * 16, self.store, peers, lambda config: list(addresses), blame, load)
+        return BlobFetcher(b"me" * 16, self.store, peers, Upstream(()), origin, blame)
 
-    def has(self, *contents: bytes) -> bool:
-        paths = [self.store.path(sha256(data).digest()) for data in contents]
-        return all(path.exists() and path.read_bytes() == data for path, data in zip(paths, contents, strict=True))
+    async def brings(self, fetcher: BlobFetcher, *contents: bytes) -> None:
+        """Have the image fetched as an engine asks for it: the manifest, then all blobs at once."""
+        manifest, *blobs = contents or (MANIFEST, CONFIG, *LAYERS)
+        await fetcher.bring(digest(manifest))
+        assert self.store.manifest(digest(manifest)) is not None
+        results = await asyncio.gather(*(fetcher.bring(digest(blob)) for blob in blobs), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        for data in (manifest, *blobs):
+            assert self.store.path(digest(data)).read_bytes() == data
 
     async def close(self) -> None:
         for peers in self._peers:
@@ -129,7 +129,6 @@ class World:
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(fetcher_module, "RETRY_S", 0.05)
-    monkeypatch.setattr(fetcher_module, "IDLE_S", 1.5)
     monkeypatch.setattr(fetcher_module, "PIECE_S", 2.0)
     monkeypatch.setattr(blobs_module, "SPARE_BYTES", 0)
     found = World(tmp_path)
@@ -137,11 +136,10 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await found.close()
 
 
-async def test_image_comes_from_several_nodes(world: World) -> None:
-    fetcher, told = await world.fetcher(a="", b=""), list[str]()
-    await fetcher.bring(IMAGE, "tool", told.append)
-    assert world.has(CONFIG, MANIFEST, *LAYERS) and world.loaded == [IMAGE] and not world.blamed
-    assert world.holders[A].given and world.holders[B].given and told[0] == "is looked for on other nodes"
+async def test_blobs_come_from_several_nodes(world: World, tmp_path: Path) -> None:
+    await world.brings(await world.fetcher(a="", b=""))
+    assert world.holders[A].given and world.holders[B].given and not world.blamed
+    assert not list((tmp_path / "blobs").glob("*.part"))
 
 
 @pytest.mark.parametrize(
@@ -158,95 +156,76 @@ async def test_image_comes_from_several_nodes(world: World) -> None:
     ],
 )
 async def test_wrong_data_does_not_stop_fetch(world: World, manner: str, blame: str) -> None:
-    fetcher = await world.fetcher(a=manner, b="", c="")
-    await fetcher.bring(IMAGE, "tool")
-    assert world.has(CONFIG, MANIFEST, *LAYERS)
+    await world.brings(await world.fetcher(a=manner, b="", c=""))
     assert set(world.blamed) <= {A}, "nobody honest is blamed"
     # A node that is not asked for the manifest first gives no wrong one.
     assert manner != "lies" or blame in world.blamed[A]
     assert bool(blame) or not world.blamed
 
 
-async def test_two_liars_among_three_are_found(world: World) -> None:
-    fetcher = await world.fetcher(a="lies", b="", c="lies")
-    await fetcher.bring(IMAGE, "tool")
-    assert world.has(CONFIG, MANIFEST, *LAYERS) and set(world.blamed) == {A, C}
+async def test_two_liars_among_three_are_found(world: World, tmp_path: Path) -> None:
+    await world.brings(await world.fetcher(a="lies", b="", c="lies"))
+    assert set(world.blamed) == {A, C} and not list((tmp_path / "blobs").glob("*.part"))
 
 
 async def test_fetch_from_liars_only_fails(world: World) -> None:
     fetcher = await world.fetcher(a="lies", b="lies")
-    with pytest.raises(BadImage, match="nobody has it now"):
-        await fetcher.bring(IMAGE, "tool")
-    assert set(world.blamed) == {A, B} and not world.store.has(sha256(LAYERS[0]).digest())
+    with pytest.raises(FetchFailed, match="nobody has it now, but for those who gave it wrongly"):
+        await world.brings(fetcher)
+    assert set(world.blamed) == {A, B} and not world.store.has(digest(LAYERS[0]))
 
 
 async def test_received_pieces_are_not_fetched_again(world: World) -> None:
     fetcher = await world.fetcher(a="breaks off after two")
-    with pytest.raises(EngineError, match="could not be fetched"):
-        await fetcher.bring(IMAGE, "tool")
-    before, moved = fetcher.pulls[IMAGE.config].done, fetcher.moved
-    assert before > 0
+    with pytest.raises(FetchFailed, match="it broke off"):
+        await world.brings(fetcher, MANIFEST, LAYERS[0])
+    before, moved = fetcher.state(digest(LAYERS[0]))[0], fetcher.moved
+    assert before == 2 * PIECE_BYTES and "it broke off" in fetcher.state(digest(LAYERS[0]))[1]
     world.holders[A].manner = ""
-    await fetcher.bring(IMAGE, "tool")
-    assert world.has(CONFIG, MANIFEST, *LAYERS)
+    await world.brings(fetcher)
     assert fetcher.moved - moved <= sum(map(len, (CONFIG, *LAYERS))) - before
+    assert fetcher.state(digest(LAYERS[0])) == (0, "")
+
+
+async def test_unfinished_blobs_are_bounded(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher_module, "UNFINISHED", 1)
+    layers = [os.urandom(2 * PIECE_BYTES + 1) for _ in range(3)]
+    manifest = manifest_of(CONFIG, layers)
+    blobs = {digest(data): data for data in (CONFIG, *layers)}
+    world.store.keep(manifest)
+    world.store.manifest(digest(manifest))
+    fetcher = await world.fetcher(blobs, a="breaks off after two")
+    for layer in layers:
+        world.holders[A].given = 0
+        with pytest.raises(FetchFailed):
+            await fetcher.bring(digest(layer))
+    assert len(list((tmp_path / "blobs").glob("*.part"))) == 1
 
 
 async def test_second_image_moves_only_its_new_layers(world: World) -> None:
-    new = os.urandom(1 << 20)
-    config = b'{"rootfs":{"more":1}}'
+    new, config = os.urandom(1 << 20), b'{"rootfs":{"more":1}}'
     manifest = manifest_of(config, (*LAYERS, new))
-    other = image_of(config, manifest)
-    fetcher = await world.fetcher(BLOBS | {sha256(data).digest(): data for data in (config, manifest, new)}, a="", b="")
-    await fetcher.bring(IMAGE, "tool")
+    blobs = BLOBS | {digest(data): data for data in (config, manifest, new)}
+    world.store.keep(manifest)
+    fetcher = await world.fetcher(blobs, a="", b="")
+    await world.brings(fetcher)
     moved = fetcher.moved
-    await fetcher.bring(other, "tool2")
-    assert len(new) <= fetcher.moved - moved <= 1.02 * len(new) and world.has(config, manifest, new)
+    await world.brings(fetcher, manifest, config, *LAYERS, new)
+    assert len(new) <= fetcher.moved - moved <= 1.02 * len(new)
 
 
-async def test_index_brings_image_of_this_machine(world: World) -> None:
-    foreign = manifest_of(b"{}", ())
-    index = index_of(riscv64=foreign, amd64=MANIFEST, arm64=MANIFEST)
-    blobs = BLOBS | {sha256(data).digest(): data for data in (index, foreign)}
-    fetcher = await world.fetcher(blobs, a="")
-    await fetcher.bring(image_of(CONFIG, index), "tool")
-    assert world.has(index, CONFIG, MANIFEST, *LAYERS) and not world.has(foreign)
-    other = index_of(riscv64=foreign)
-    fetcher = await world.fetcher(blobs | {sha256(other).digest(): other}, b="")
-    with pytest.raises(BadImage, match="is for other machines"):
-        await fetcher.bring(image_of(b"{}", other), "tool")
-
-
-async def test_blob_is_awaited_until_it_comes_or_fetch_ends(world: World) -> None:
-    fetcher, layer = await world.fetcher(a="stands still"), sha256(LAYERS[0]).digest()
-    assert not await fetcher.arrival(IMAGE, layer), "nobody fetches it"
-    pull = fetcher.begin(IMAGE, "tool")
-    waiting = asyncio.create_task(fetcher.arrival(IMAGE, layer))
-    while len(pull.wanted) == 1:
-        await asyncio.sleep(0)
-        await asyncio.wait([waiting], timeout=0.01)
-    assert not waiting.done() and not await fetcher.arrival(IMAGE, b"x" * 32), "it is not a part of the image"
-    world.holders[A].manner = ""
-    async with asyncio.timeout(30):
-        assert await waiting and world.has(LAYERS[0])
-
-
-async def test_failed_engine_ends_fetch_and_unlisted_image_is_dropped(world: World) -> None:
+async def test_fetch_ends_with_its_last_waiter_and_off_the_list(world: World) -> None:
     fetcher = await world.fetcher(a="stands still")
-
-    async def load(image: Image) -> None:
-        raise EngineError("the engine is full")
-
-    fetcher._load = load
-    with pytest.raises(EngineError, match="the engine is full"):
-        await fetcher.bring(IMAGE, "tool")
-    fetcher._load = lambda image: asyncio.sleep(0)
-    pull = fetcher.begin(IMAGE, "tool")
-    fetcher.keep_only({})
-    await asyncio.wait([pull.task])
-    assert pull.task.cancelled()
+    await world.brings(fetcher, MANIFEST)
+    one, other = (asyncio.create_task(fetcher.bring(digest(LAYERS[0]))) for _ in range(2))
+    while not world.holders[A].given:
+        await asyncio.wait([one], timeout=0.01)
+    one.cancel()
+    await asyncio.wait([one])
+    assert not other.done() and world.holders[A].given == 1, "both wait for one fetch"
+    other.cancel()
+    await asyncio.wait([other])
+    world.listed = False
+    with pytest.raises(FetchFailed, match="not on the list"):
+        await fetcher.bring(digest(LAYERS[1]))
     await fetcher.close()
-
-
-def test_piece_is_named_by_blob_and_number() -> None:
-    assert piece_id(b"d" * 32, 258) == b"d" * 32 + b"\0\0\1\2"

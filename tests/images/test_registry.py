@@ -62,11 +62,10 @@ class Campus:
     def __init__(self) -> None:
         self.allowed: set[bytes] = set()
         self.aliases: dict[str, bytes] = {}
-        self.awaited: list[bytes] = []
+        self.asked: list[tuple[bytes, str]] = []
 
-    async def arrival(self, digest: bytes) -> bool:
-        self.awaited.append(digest)
-        return False
+    async def bring(self, digest: bytes, name: str) -> None:
+        self.asked.append((digest, name))
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def campus() -> Campus:
 async def client(tmp_path: Path, campus: Campus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     monkeypatch.setattr(blobs_module, "SPARE_BYTES", 0)
     store = BlobStore(tmp_path, 1 << 40)
-    server = RegistryServer(store, tmp_path / "port", campus.allowed.__contains__, campus.aliases.get, campus.arrival)
+    server = RegistryServer(store, tmp_path / "port", campus.allowed.__contains__, campus.aliases.get, campus.bring)
     await server.open(0)
     async with aiohttp.ClientSession() as session:
         yield Client(server, session)
@@ -204,7 +203,7 @@ async def test_without_password_only_allowed_images_are_pulled(client: Client, c
         ):
             status, answer, _ = await client.ask(method, path, b"", headers, owner=False)
             assert status == 401 and answer["WWW-Authenticate"].startswith('Bearer realm="http://127.0.0.1:')
-    assert not campus.awaited, "nobody else makes this node fetch"
+    assert not campus.asked, "nobody else makes this node fetch"
     campus.allowed |= {digest_hash(digest_of(LAYER)), digest_hash(digest_of(BODY))}
     assert (await client.ask("GET", blob, owner=False))[2] == LAYER
     campus.aliases["pytorch"] = digest_hash(digest_of(BODY))
@@ -245,7 +244,7 @@ async def test_web_pages_are_refused(client: Client, headers: dict[str, str]) ->
 async def test_port_is_kept_and_only_loopback_listens(tmp_path: Path, campus: Campus) -> None:
     def server() -> RegistryServer:
         store = BlobStore(tmp_path, 1)
-        return RegistryServer(store, tmp_path / "port", campus.allowed.__contains__, campus.aliases.get, campus.arrival)
+        return RegistryServer(store, tmp_path / "port", campus.allowed.__contains__, campus.aliases.get, campus.bring)
 
     one = server()
     await one.open(0)

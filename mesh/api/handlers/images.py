@@ -260,7 +260,7 @@ class ImageHandlers:
         except EngineError as error:
             raise MeshError(str(error)) from error
         return schemas.images.ImagePulled(
-            alias=alias, here=pull is None, words="" if pull is None else pull.words, **_digests(image)
+            alias=alias, here=pull is None, words="" if pull is None else self._library.words(pull), **_digests(image)
         )
 
     async def push(self, order: PushImage) -> schemas.images.Pushed:
@@ -322,11 +322,11 @@ def how_far(library: Library, config: bytes) -> Fetching:
     image = library.rules.images.get(config) or Image(config)
     if library.here(image) is not None:
         return Fetching(True)
-    pull = library.fetcher.pulls.get(config)
+    pull = library.pulls.get(config)
     if pull is None:
         return Fetching(False)
     if not pull.task.done():
-        return Fetching(False, pull.words)
+        return Fetching(False, library.words(pull))
     if pull.task.cancelled():
         return Fetching(False, "it was stopped", True)
     error = pull.task.exception()

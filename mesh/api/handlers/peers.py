@@ -35,7 +35,6 @@ from mesh.execution.engine import EngineError
 from mesh.images.allowlist import image_hash
 from mesh.images.library import Library, NotGiven
 from mesh.images.messages import decode_pieces, encode
-from mesh.images.oci import MAX_MANIFEST_BYTES as MAX_OCI
 from mesh.images.rules import short
 from mesh.jobs.authority import is_user, may_order_image, may_write_log
 from mesh.jobs.log_times import decode_piece
@@ -122,10 +121,9 @@ class PeerHandlers:
             ("GET", "/v1/usage", self._usage, Bound(answer=MAX_RECORDS)),
             ("PUT", "/v1/submissions/{job}", self._keep_submission, Bound(MAX_MESSAGE_BYTES)),
             ("DELETE", "/v1/submissions/{job}", self._release_submission, Bound()),
-            ("GET", "/v1/images/{image}/blobs/{digest}", self._image_blob, Bound(answer=MAX_OCI)),
-            ("POST", "/v1/images/{image}/pieces", self._image_pieces, Bound(MAX_RECORDS)),
-            ("GET", "/v1/images/{image}/fetch", self._image_fetching, Bound()),
-            ("POST", "/v1/images/{image}/fetch", self._fetch_image, Bound()),
+            ("POST", "/v1/images/blobs/{hash}", self._image_blob, Bound(MAX_RECORDS)),
+            ("GET", "/v1/images/{hash}/fetch", self._image_fetching, Bound()),
+            ("POST", "/v1/images/{hash}/fetch", self._fetch_image, Bound()),
             *self._data.routes(self._admit),
         ]
         bounds = {(method, path): bound for method, path, _, bound in routes}
@@ -386,25 +384,12 @@ class PeerHandlers:
 
     # --- images
 
-    async def _image_blob(self, request: web.Request) -> web.Response:
-        """Give a small blob: a manifest."""
-        await self._admit(request)
-        try:
-            (path,) = await self._library.give(_config(request), {_config(request, "digest")})
-        except NotGiven as error:
-            raise web.HTTPNotFound(text=str(error)) from error
-        if path.stat().st_size > MAX_OCI:
-            raise web.HTTPNotFound(text="it comes in pieces")
-        return web.Response(body=await asyncio.to_thread(path.read_bytes))
-
-    async def _image_pieces(self, request: web.Request) -> web.StreamResponse:
+    async def _image_blob(self, request: web.Request) -> web.StreamResponse:
+        """Give pieces of a manifest or blob."""
         credentials, body = await self._admit(request)
         try:
-            wanted = decode_pieces(body)
-            with self._library.stream():
-                await self._library.give(_config(request), {piece[:32] for piece in wanted})
-                cargo = Cargo("image", credentials.node_id)
-                return (await given(request, self._wire, self._library.pieces(wanted), cargo)).response
+            async with self._library.giving(_hash(request), decode_pieces(body)) as pieces:
+                return (await given(request, self._wire, pieces, Cargo("image", credentials.node_id))).response
         except NotGiven as error:
             kind = web.HTTPServiceUnavailable if error.busy else web.HTTPNotFound
             raise kind(text=str(error)) from error
@@ -414,7 +399,7 @@ class PeerHandlers:
     async def _fetch_image(self, request: web.Request) -> web.Response:
         """Start to fetch an image for another node; its user could cause the same by submitting a job."""
         credentials, _ = await self._admit(request)
-        config, accepts = _config(request), tuple(self._accepts)
+        config, accepts = _hash(request), tuple(self._accepts)
         if not may_order_image(credentials, self._membership.credentials, accepts):
             raise web.HTTPForbidden(text=f"this node takes nothing of {credentials.user}")
         image = self._library.rules.shared.get(config)
@@ -429,7 +414,7 @@ class PeerHandlers:
 
     async def _image_fetching(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        return self._how_far(_config(request))
+        return self._how_far(_hash(request))
 
     def _how_far(self, config: bytes) -> web.Response:
         return web.Response(body=encode(how_far(self._library, config)))
@@ -456,8 +441,8 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _config(request: web.Request, field: str = "image") -> bytes:
-    found = image_hash(f"sha256:{request.match_info[field]}")
+def _hash(request: web.Request) -> bytes:
+    found = image_hash(f"sha256:{request.match_info['hash']}")
     if found is None:
         raise web.HTTPBadRequest(text="not an image's hash")
     return found

@@ -1,0 +1,113 @@
+"""Public registries as a source of blobs, by digest, where the owner allows it (`image_registries`). Off by default.
+
+An image on the list whose name there is its name in a registry (`ghcr.io/lab/tool:1`, or `library/python:3.12` in any of them) is
+looked for below that name. What a registry sends is compared with its digest, and ends at the length that the manifest gives.
+"""
+
+import asyncio
+import re
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+
+from membership.malformed import MALFORMED
+from mesh.images.blobs import BlobStore
+from mesh.images.oci import MAX_MANIFEST_BYTES, TYPES, digest_text
+from mesh.rpc.streams import read_within
+
+CONNECT_S, IDLE_S = 10.0, 30.0  # of a connection (own choice)
+SLOWEST_BPS = 64 << 10  # bytes per second; a slower registry is useless (own choice)
+TOKEN_BYTES = 1 << 16  # of the answer with a token (own choice)
+WRITE_BYTES = 1 << 20  # in one call of a thread
+HOSTS = {"docker.io": "registry-1.docker.io"}  # names of registries that are not their addresses
+LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # without TLS, as Docker does
+
+_challenge = re.compile(r'(realm|service|scope)="([^"]*)"')
+
+
+class FetchFailed(RuntimeError):
+    """The blob cannot be had; the text says why."""
+
+
+class _Token(msgspec.Struct, frozen=True):
+    token: str = ""
+    access_token: str = ""
+
+
+class Upstream:
+    """The registries that the owner allows, by host and perhaps port."""
+
+    def __init__(self, registries: Sequence[str]) -> None:
+        self._registries = tuple(registries)
+
+    def places(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """Return the registries and repositories where images of these names may be."""
+        found = []
+        for name in names:
+            path = re.sub(r"(@sha256:[0-9a-f]+|:[^:/]*)$", "", name)
+            host, _, rest = path.partition("/")
+            named = rest != "" and (host == "localhost" or "." in host or ":" in host)
+            for registry in self._registries if path else ():
+                if not named or host == registry:
+                    repository = rest if named else path
+                    short = registry == "docker.io" and "/" not in repository
+                    found.append((registry, f"library/{repository}" if short else repository))
+        return list(dict.fromkeys(found))
+
+    async def bring(
+        self, store: BlobStore, places: Sequence[tuple[str, str]], digest: bytes, size: int | None, is_manifest: bool
+    ) -> None:
+        """Fetch a blob from the first place that has it. FetchFailed on failure; OSError if the disk is full."""
+        limit = MAX_MANIFEST_BYTES if size is None else size
+        timeout = aiohttp.ClientTimeout(IDLE_S + limit / SLOWEST_BPS, sock_connect=CONNECT_S, sock_read=IDLE_S)
+        reasons = []
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+            for registry, repository in places:
+                plain = "http" if LOOPBACK.fullmatch(registry) else "https"
+                what = "manifests" if is_manifest else "blobs"
+                url = f"{plain}://{HOSTS.get(registry, registry)}/v2/{repository}/{what}/{digest_text(digest)}"
+                try:
+                    await self._from(session, url, store, digest, limit)
+                    return
+                except (aiohttp.ClientError, TimeoutError, FetchFailed, *MALFORMED) as error:
+                    reasons.append(f"{registry}/{repository}: {str(error) or 'it does not answer'}")
+        raise FetchFailed("; ".join(reasons))
+
+    async def _from(
+        self, session: aiohttp.ClientSession, url: str, store: BlobStore, digest: bytes, limit: int
+    ) -> None:
+        headers, allowed = {"Accept": ", ".join(sorted(TYPES))}, ""
+        async with session.get(url, headers=headers) as response:
+            if response.status == 401:
+                allowed = await self._token(session, response.headers.get("WWW-Authenticate", ""))
+            else:
+                await self._keep(response, store, digest, limit)
+        if allowed:
+            async with session.get(url, headers={**headers, "Authorization": f"Bearer {allowed}"}) as response:
+                await self._keep(response, store, digest, limit)
+
+    async def _token(self, session: aiohttp.ClientSession, challenge: str) -> str:
+        """Get the token that a registry gives to anybody."""
+        asked = dict(_challenge.findall(challenge))
+        realm = asked.pop("realm", "")
+        if not challenge.startswith("Bearer ") or not realm.startswith(("https://", "http://127.0.0.1:")):
+            raise FetchFailed("it wants a password")
+        async with session.get(realm, params=asked) as response:
+            answer = msgspec.json.decode(await read_within(response.content, TOKEN_BYTES) or b"", type=_Token)
+        return answer.token or answer.access_token or "none"
+
+    async def _keep(self, response: aiohttp.ClientResponse, store: BlobStore, digest: bytes, limit: int) -> None:
+        if response.status != 200:
+            raise FetchFailed(f"it answers {response.status}")
+        part, at = await asyncio.to_thread(store.part), 0
+        try:
+            async for data in response.content.iter_chunked(WRITE_BYTES):
+                if at + len(data) > limit:
+                    raise FetchFailed(f"it sends over {limit} bytes")
+                await asyncio.to_thread(part.write, data, at)
+                at += len(data)
+            if not await asyncio.to_thread(part.finish, digest):
+                raise FetchFailed("what it sends is not what its hash says")
+        finally:
+            part.close()

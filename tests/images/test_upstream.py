@@ -1,0 +1,165 @@
+"""Public registries as a source: a real docker-registry, one that wants a token, and registries that lie."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from mesh.images import blobs as blobs_module
+from mesh.images import upstream as upstream_module
+from mesh.images.blobs import BlobStore
+from mesh.images.fetcher import BlobFetcher, Origin
+from mesh.images.oci import MAX_MANIFEST_BYTES
+from mesh.images.registry import RegistryServer
+from mesh.images.upstream import FetchFailed, Upstream
+from tests.docker_registry import docker_registry
+from tests.images.samples import manifest_of
+from tests.images.test_clients import run
+from tests.rpc.nodes import client_of
+
+CONFIG, LAYER = b'{"architecture":"amd64","os":"linux","rootfs":{"type":"layers","diff_ids":[]}}', os.urandom(3 << 20)
+MANIFEST = manifest_of(CONFIG, [LAYER])
+CONTENTS = (MANIFEST, CONFIG, LAYER)
+
+
+def digest(data: bytes) -> bytes:
+    return sha256(data).digest()
+
+
+@pytest.fixture
+async def brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Awaitable[BlobStore]]]:
+    """Return a function that has an image fetched as a client asks for it, from the registries of an owner."""
+    monkeypatch.setattr(blobs_module, "SPARE_BYTES", 0)
+    peers = await client_of({})
+
+    async def bring(name: str, *registries: str, contents: tuple[bytes, ...] = CONTENTS) -> BlobStore:
+        store = BlobStore(tmp_path / "node", 1 << 40)
+        fetcher = BlobFetcher(
+            b"m" * 32, store, peers, Upstream(registries), lambda digest, asked: Origin([], [asked]), lambda *_: None
+        )
+        for data in contents:
+            await fetcher.bring(digest(data), name)
+            assert store.path(digest(data)).read_bytes() == data
+            store.peek(digest(data))
+        return store
+
+    yield bring
+    await peers.close()
+
+
+@pytest.mark.podman
+async def test_image_comes_from_registry_that_owner_allows(
+    brought: Callable[..., Awaitable[BlobStore]], tmp_path: Path
+) -> None:
+    if shutil.which("docker-registry") is None or shutil.which("skopeo") is None:
+        pytest.skip("docker-registry or skopeo is not installed")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "version").write_text("Directory Transport Version: 1.1\n")
+    (here / "manifest.json").write_bytes(MANIFEST)
+    for data in (CONFIG, LAYER):
+        (here / sha256(data).hexdigest()).write_bytes(data)
+    with docker_registry() as address:
+        place = f"docker://{address}/lab/tool:1"
+        code, told = await run("skopeo", "copy", "--preserve-digests", "--dest-tls-verify=false", f"dir:{here}", place)
+        assert code == 0, told
+        with pytest.raises(FetchFailed, match="nobody has it now"):
+            await brought("lab/tool:1")
+        with pytest.raises(FetchFailed, match="it answers 404"):
+            await brought("lab/other:1", address)
+        await brought("lab/tool:1", address)
+
+
+async def test_registry_gives_token_to_anybody(brought: Callable[..., Awaitable[BlobStore]], tmp_path: Path) -> None:
+    """The upstream is another node's registry."""
+    store = BlobStore(tmp_path / "other", 1 << 40)
+    for data in CONTENTS:
+        store.keep(data)
+    allowed = {digest(MANIFEST), digest(CONFIG)}
+
+    async def bring(digest: bytes, name: str) -> None:
+        """It has all."""
+
+    server = RegistryServer(store, tmp_path / "port", allowed.__contains__, lambda alias: None, bring)
+    await server.open(0)
+    try:
+        with pytest.raises(FetchFailed, match="it answers 404"):
+            await brought("lab/tool@sha256:" + "0" * 64, server.access.address)
+        allowed.add(digest(LAYER))
+        await brought("lab/tool@sha256:" + "0" * 64, server.access.address)
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("manner", "words"),
+    [
+        ("lies", "is not what its hash says"),
+        ("sends without end", f"it sends over {len(LAYER)} bytes"),
+        ("sends a manifest without end", f"it sends over {MAX_MANIFEST_BYTES} bytes"),
+        ("drips", "it does not answer"),
+        ("ends early", "not what its hash says|ContentLengthError|transfer"),
+        ("wants a password", "it wants a password"),
+        ("wants a token of a stranger", "it wants a password"),
+    ],
+)
+async def test_registry_that_lies_is_an_error(
+    brought: Callable[..., Awaitable[BlobStore]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    manner: str,
+    words: str,
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if manner.startswith("wants"):
+            kind = "Basic" if manner == "wants a password" else "Bearer"
+            raise web.HTTPUnauthorized(headers={"WWW-Authenticate": f'{kind} realm="http://10.0.0.1/token"'})
+        data = next(one for one in CONTENTS if digest(one).hex() in request.path)
+        if data == MANIFEST and manner != "sends a manifest without end":
+            return web.Response(body=data)
+        response = web.StreamResponse(headers={"Content-Length": str(len(data))} if manner == "ends early" else {})
+        await response.prepare(request)
+        if manner == "lies":
+            await response.write(data[:-1] + b"!")
+        elif manner == "ends early":
+            await response.write(data[:10])
+            assert request.transport is not None
+            request.transport.close()
+        else:
+            while True:
+                await response.write(b"drop" if manner == "drips" else bytes(1 << 20))
+                await asyncio.sleep(0.05 if manner == "drips" else 0)
+        return response
+
+    if manner == "drips":
+        monkeypatch.setattr(upstream_module, "IDLE_S", 0.2)
+        monkeypatch.setattr(upstream_module, "SLOWEST_BPS", 8 << 20)
+    app = web.Application()
+    app.add_routes([web.get("/{path:.*}", answer)])
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        with pytest.raises(FetchFailed, match=words):
+            await brought("lab/tool:1", f"127.0.0.1:{runner.addresses[0][1]}", contents=(MANIFEST, LAYER))
+    finally:
+        await runner.cleanup()
+    assert not list((tmp_path / "node" / "blobs").glob("*.part"))
+
+
+def test_alias_names_its_registry() -> None:
+    upstream = Upstream(["docker.io", "ghcr.io", "127.0.0.1:5000"])
+    every = [("docker.io", "library/python"), ("ghcr.io", "python"), ("127.0.0.1:5000", "python")]
+    assert upstream.places(["python:3.12"]) == every
+    assert upstream.places(["ghcr.io/lab/tool:1", "ghcr.io/lab/tool@sha256:" + "0" * 64]) == [("ghcr.io", "lab/tool")]
+    assert upstream.places(["docker.io/python"]) == [("docker.io", "library/python")]
+    assert upstream.places(["127.0.0.1:5000/a/b:c"]) == [("127.0.0.1:5000", "a/b")]
+    assert upstream.places(["quay.io/x/y", "localhost/x", "127.0.0.1:5001/x", "other:5000/x", ""]) == []
+    assert Upstream([]).places(["python"]) == []
