@@ -293,18 +293,19 @@ class RegistryServer:
         return _created(request, "manifests", digest)
 
     async def _forget(self, request: web.Request) -> web.Response:
-        """Forget a name that was pushed, or all names of a digest. What no list holds is removed when space is short."""
+        """Forget a name that was pushed, or a manifest with its names in this repository. Its blobs go when space is short."""
         name, reference = request.match_info["name"], request.match_info["reference"]
         digest = digest_hash(reference) if ":" in reference else None
-        gone = [
-            tag
-            for tag, known in self._store.tags.items()
-            if tag == f"{name}:{reference}" or (known == digest and tag.partition(":")[0] == name)
-        ]
+        if digest is not None and self._may_pull(digest):
+            _refuse(405, "UNSUPPORTED", "this image may run here: `mesh image deny` refuses it")
+        tags = {tag: known for tag, known in self._store.tags.items() if tag.partition(":")[0] == name}
+        gone = [tag for tag, known in tags.items() if tag == f"{name}:{reference}" or known == digest]
         if not gone:
             _refuse(404, "MANIFEST_UNKNOWN", "nothing was pushed under this name")
         for tag in gone:
             await asyncio.to_thread(self._store.tag, tag, None)
+        if digest is not None:
+            await asyncio.to_thread(self._store.drop, [digest])
         return web.Response(status=202)
 
 
