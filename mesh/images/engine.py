@@ -7,6 +7,7 @@ does not wait for them. The SDK (19 MiB, 0.1 s) is imported at the first call.
 
 import base64
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -84,14 +85,12 @@ class ImageEngine:
         import docker.errors
 
         known = self._api.inspect_image(digest_text(image.id))
+        if self._api.containers(all=True, filters={"ancestor": image.id.hex()}):
+            return False  # containerd's image store would remove it from below a container
         for name in (*(known.get("RepoDigests") or ()), *(known.get("RepoTags") or ())):
             if _is_ours(str(name)):
-                try:
+                with suppress(docker.errors.ImageNotFound):  # it went with another name
                     self._api.remove_image(name)  # without force: the engine keeps images in use
-                except docker.errors.APIError as error:
-                    if error.status_code != 409:
-                        raise
-                    return False
         return True
 
     def _pull(self, manifest: bytes, tag: str, answers: list[Any]) -> None:
