@@ -1,5 +1,6 @@
 """Docker engines for single tests, each with its own images, beside the one that DOCKER_HOST names."""
 
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.cleanup import cleanup
 
@@ -105,6 +108,20 @@ def dockerd(*options: str, live: bool = False) -> Iterator[Dockerd]:
         yield engine
     finally:
         engine.close()
+
+
+@contextmanager
+def dockerd_with_store(containerd: bool) -> Iterator[Dockerd]:
+    """Start an engine with the image store of containerd, or with Docker's own; skip the test if this Docker lacks the former."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        settings = Path(place) / "daemon.json"
+        settings.write_text(json.dumps({"features": {"containerd-snapshotter": containerd}}))
+        with dockerd("--config-file", str(settings)) as engine:
+            with client_of(engine.host) as client:
+                found = ["driver-type", "io.containerd.snapshotter.v1"] in client.info()["DriverStatus"]
+            if found != containerd:
+                pytest.skip("this Docker has no image store of containerd")
+            yield engine
 
 
 @contextmanager

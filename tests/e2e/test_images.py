@@ -16,7 +16,7 @@ from mesh.images.catalogue import Catalogue
 from mesh.images.messages import encode
 from mesh.images.oci import decode_oci, digest_hash, digest_text
 from tests.container_images import layered_image
-from tests.dockerd import client_of, dockerd
+from tests.dockerd import client_of, dockerd, dockerd_with_store
 from tests.e2e.commands import finished, job_state, mesh, ok, read, until
 from tests.e2e.test_hostile import Insider
 
@@ -154,6 +154,32 @@ def test_image_is_allowed_on_one_node_fetched_by_a_peer_and_denied_by_owner(
     until(lambda: row(two) == {} or row(two)["allowed"] is False, "the denial to arrive")
     fails(two, 125, "not on the mesh's list", "run", "--no-workdir", "--image", "tool", "--", "true")
     fails(one, 4, "is not on the mesh's list", "image", "deny", "tool", "--mesh")
+
+
+@pytest.mark.dockerd
+@pytest.mark.parametrize("first", [False, True], ids=["to-containerd", "from-containerd"])
+def test_image_moves_between_the_image_stores_of_docker(first: bool) -> None:
+    """A's job goes on at B, which has the other store and gets the image by the mesh."""
+    settings = {"slots": 1, "engines": ["process", "docker"]}
+    with dockerd_with_store(first) as one, dockerd_with_store(not first) as two, Stack(2, overrides=settings) as stack:
+        for node, engine in zip(stack.nodes, (one, two), strict=True):
+            node.within = ("env", f"DOCKER_HOST={engine.host}")
+        stack.start_all()
+        a, b = stack.nodes
+        with client_of(one.host) as client:
+            layered_image(client, "lab/tool:1", os.urandom(SIZE), b"small")
+        ok(a, "image", "allow", "tool", "--from", "lab/tool:1")
+        job = ok(a, "submit", "--no-workdir", "--image", "tool", "--", "sleep", "600").strip()
+
+        def runs_on(node: StackNode) -> bool:
+            state = job_state(a, job)
+            return state["state"] == "running" and state["attempts"][-1]["node"] == node.nick
+
+        until(lambda: runs_on(a), "the job to run where the image is")
+        ok(a, "reclaim", "--grace", "1s", timeout_s=60)
+        until(lambda: runs_on(b), "the job to run on the other node")
+        assert row(b)["here"] is True
+        ok(a, "cancel", job)
 
 
 @pytest.mark.dockerd

@@ -1,7 +1,6 @@
 """Real clients of the registry: Docker, with both of its image stores if it has two, Podman and skopeo."""
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from mesh.images.engine import FETCHED, PUSHED, ImageEngine, StoredImage
 from mesh.images.oci import digest_text
 from mesh.images.registry import RegistryServer
 from tests.container_images import layered_image
-from tests.dockerd import client_of, dockerd
+from tests.dockerd import client_of, dockerd_with_store
 from tests.execution.test_docker_podman import podman
 from tests.images.samples import manifest_of
 
@@ -28,14 +27,8 @@ SIZE = 5 << 20
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["overlay2", "containerd"])
-def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    settings = tmp_path_factory.mktemp("docker") / "daemon.json"
-    settings.write_text(json.dumps({"features": {"containerd-snapshotter": request.param}}))
-    with dockerd("--config-file", str(settings)) as engine:
-        with client_of(engine.host) as client:
-            by_manifest = ["driver-type", "io.containerd.snapshotter.v1"] in client.info()["DriverStatus"]
-        if request.param and not by_manifest:
-            pytest.skip("this Docker has no image store of containerd")
+def host(request: pytest.FixtureRequest) -> Iterator[str]:
+    with dockerd_with_store(request.param) as engine:
         yield engine.host
 
 
