@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from typing import NamedTuple
 
 from ckptstore.fetch import Fetch, Request
@@ -20,6 +19,8 @@ from mesh.images.oci import MAX_MANIFEST_BYTES
 from mesh.images.upstream import FetchFailed, Upstream
 from mesh.rpc.client import PeerClient, PeerError
 from mesh.rpc.parallel_fetch import fetched
+from mesh.rpc.streams import read_within
+from mesh.util.shared_task import SharedTask
 from placement.rendezvous import rank
 
 SOURCES = 4  # at a time: one fills a link, more make up for slow ones (own choice)
@@ -43,8 +44,7 @@ class _Blob:
     """A blob that is fetched, or was until that failed: its pieces, their givers, and what nodes did wrong."""
 
     def __init__(self) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self.waiting = 0
+        self.fetch: SharedTask | None = None
         self.problem = ""
         self.part: Part | None = None
         self.givers: dict[int, NodeId] = {}
@@ -82,19 +82,10 @@ class BlobFetcher:
 
     async def bring(self, digest: bytes, name: str = "") -> None:
         """Wait until a blob is here. FetchFailed on failure. The fetch ends when nobody waits for it."""
-        if self._store.has(digest):
-            return
-        blob = self._blobs.setdefault(digest, _Blob())
-        if blob.task is None:
-            blob.task = asyncio.create_task(self._fetch(digest, blob, name), name=f"blob {digest.hex()[:12]}")
-        task = blob.task
-        blob.waiting += 1
-        try:
-            await asyncio.shield(task)
-        finally:
-            blob.waiting -= 1
-            if not blob.waiting:
-                task.cancel()
+        while not self._store.has(digest):
+            blob = self._blobs.setdefault(digest, _Blob())
+            fetch = blob.fetch = blob.fetch or SharedTask(self._fetch(digest, blob, name), f"blob {digest.hex()[:12]}")
+            await fetch.wait()
 
     def state(self, digest: bytes) -> tuple[int, str]:
         """Return how many bytes of an unfinished blob are here, and why its last fetch failed."""
@@ -102,10 +93,7 @@ class BlobFetcher:
         return (0, "") if blob is None else (len(blob.givers) * PIECE_BYTES, blob.problem)
 
     async def close(self) -> None:
-        tasks = [blob.task for blob in self._blobs.values() if blob.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(blob.fetch.end() for blob in self._blobs.values() if blob.fetch is not None))
 
     async def _fetch(self, digest: bytes, blob: _Blob, name: str) -> None:
         idle, done, blob.problem = 0, (0, 0), ""
@@ -126,8 +114,8 @@ class BlobFetcher:
             blob.problem = str(error)
             raise FetchFailed(blob.problem) from error
         finally:
-            blob.task = None
-            idle_ones = [one for one, other in self._blobs.items() if other.task is None]
+            blob.fetch = None
+            idle_ones = [one for one, other in self._blobs.items() if other.fetch is None]
             for one in [digest] if self._store.has(digest) else idle_ones[: max(0, len(idle_ones) - UNFINISHED)]:
                 self._blobs.pop(one).close()
 
@@ -142,41 +130,22 @@ class BlobFetcher:
         places = self._upstream.places(origin.names)
         try:
             if order:
-                few = order[: 1 if blob.wrong else SOURCES]
-                await (self._manifest(digest, blob, order) if size is None else self._gather(digest, blob, size, few))
-                return
+                return await self._gather(digest, blob, size, order[: 1 if blob.wrong else SOURCES])
         except (PeerError, TimeoutError):
             if not places:
                 raise
         if not places:
             raise FetchFailed("nobody has it now" + (", but for those who gave it wrongly" if blob.unfit else ""))
-        await self._upstream.bring(self._store, places, digest, size, is_manifest)
+        return await self._upstream.bring(self._store, places, digest, size, is_manifest)
 
-    async def _manifest(self, digest: bytes, blob: _Blob, sources: Sequence[NodeId]) -> None:
-        """Fetch a manifest of unknown length from the first source that has it."""
-        reasons = []
-        for node in sources:
-            try:
-                path, body = f"/v1/images/blobs/{digest.hex()}", encode([0])
-                data = await self._peers.call(node, "POST", path, body, PIECE_S, MAX_MANIFEST_BYTES)
-            except PeerError as error:
-                blob.failed[node] += 1
-                reasons.append(str(error))
-                continue
-            if sha256(data).digest() == digest:
-                await asyncio.to_thread(self._store.keep, data)
-                return
-            self._caught(digest, blob, node, "the manifest is not what its hash says")
-        raise PeerError("; ".join(reasons) or "nobody else has it")
-
-    async def _gather(self, digest: bytes, blob: _Blob, size: int, sources: Sequence[NodeId]) -> None:
-        """Fetch the missing pieces of a blob, and complete it."""
+    async def _gather(self, digest: bytes, blob: _Blob, size: int | None, sources: Sequence[NodeId]) -> None:
+        """Fetch the missing pieces of a blob, and complete it. A manifest of unknown length is one piece."""
         if blob.part is None:
             blob.part = await asyncio.to_thread(self._store.part)
         part, givers = blob.part, blob.givers
-        numbers = range(max(1, -(-size // PIECE_BYTES)))
+        numbers = range(max(1, -(-(size or 0) // PIECE_BYTES)))
         missing = {
-            number.to_bytes(4): min(PIECE_BYTES, size - number * PIECE_BYTES)
+            number.to_bytes(4): min(PIECE_BYTES, (size or 0) - number * PIECE_BYTES)
             for number in numbers
             if number not in givers
         }
@@ -189,7 +158,10 @@ class BlobFetcher:
                 async with self._peers.stream(request.source, "POST", path, body) as response:
                     for one in request.ids:
                         async with asyncio.timeout(PIECE_S):
-                            data = await response.content.readexactly(missing[one])
+                            if size is None:
+                                data = await read_within(response.content, MAX_MANIFEST_BYTES) or b""
+                            else:
+                                data = await response.content.readexactly(missing[one])
                         self.moved += len(data)
                         number = int.from_bytes(one)
                         if number not in givers:  # another source was not faster

@@ -29,6 +29,7 @@ from mesh.images.rules import OwnRules, Rules, Verdict, short
 from mesh.images.upstream import Upstream
 from mesh.rpc.client import PeerClient
 from mesh.util.byte_text import part
+from mesh.util.shared_task import SharedTask
 from placement.advert import MAX_IMAGES, Advert, AdvertError, decode_advert
 from placement.filters import SHORT, ImageOffer
 from placement.rendezvous import rank
@@ -51,14 +52,6 @@ class NotGiven(Exception):
     def __init__(self, text: str, busy: bool = False) -> None:
         super().__init__(text)
         self.busy = busy
-
-
-class Pull:
-    """A pull of an image by the engine. `kept`: it continues even if no job waits for it."""
-
-    def __init__(self, image: Image, name: str) -> None:
-        self.image, self.name, self.waiting, self.kept = image, name, 0, False
-        self.task: asyncio.Task[None]
 
 
 class Library:
@@ -85,14 +78,14 @@ class Library:
     ) -> None:
         self.catalogue = Catalogue(root, identity, trust, time.time)
         self.stored: dict[bytes, StoredImage] = {}
-        self.pulls: dict[bytes, Pull] = {}
+        self.pulls: dict[bytes, SharedTask] = {}
         self.bounds = bounds
         self._me, self._membership = identity.node_id, membership
         self._root, self._cache_bytes, self._fetches, self._changed = root, cache_bytes, fetches, changed
         self._peers, self._upstream, self._blame = peers, Upstream(registries if fetches else ()), blame
         self._seen: dict[NodeId, tuple[Record, Advert | None]] = {}
         self._registry_port = registry_port
-        self._engine = ImageEngine(lambda: self.registry.access)
+        self.engine = ImageEngine(lambda: self.registry.access)
         self._engine_ok = False
         self._turn, self._giving = asyncio.Semaphore(), asyncio.Semaphore(AT_ONCE)
         self._showing: dict[str, float] = {}
@@ -130,13 +123,10 @@ class Library:
                 await self._make_room()
 
     async def close(self) -> None:
-        tasks = [pull.task for pull in self.pulls.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self.fetcher.close()
+        await asyncio.gather(*(pull.end() for pull in self.pulls.values()))
         await self.registry.close()
-        self._engine.close()
+        await self.fetcher.close()
+        self.engine.close()
 
     # --- what there is
 
@@ -148,7 +138,7 @@ class Library:
         """List the images on the engine."""
         self._engine_ok = engine_ok
         try:
-            found = await self._engine.images() if engine_ok else []
+            found = await self.engine.images() if engine_ok else []
         except EngineError as error:
             log.info("%s", error)
             return
@@ -230,7 +220,7 @@ class Library:
 
     async def remove(self, image: StoredImage) -> bool:
         """Remove an image from the engine; return whether it is gone. An image in use stays. EngineError on failure."""
-        gone = await self._engine.remove(image)
+        gone = await self.engine.remove(image)
         if gone:
             self.stored.pop(image.id, None)
             images = self.rules.images.values()
@@ -253,12 +243,12 @@ class Library:
     async def ready(self, name: str, wanted: bytes | None, report: Callable[[str], None]) -> str:
         """Bring an image onto the engine; return its id. BadImage with the rule that refuses it; EngineError on failure."""
         image: StoredImage | None = None
-        for _ in range(2):  # again after a fetch: the rules may have changed meanwhile
+        for came in (False, True):  # again after a fetch: the rules may have changed meanwhile
             verdict = self.rules.judge(name, wanted)
             if verdict.rule:
                 raise BadImage(verdict.words)
             image = await self._find(name, verdict.image)
-            if image is not None or verdict.image is None or not self._may_fetch(verdict.image):
+            if came or image is not None or verdict.image is None or not self._may_fetch(verdict.image):
                 break
             await self._bring(verdict.image, name, report)
         if image is None:
@@ -272,19 +262,15 @@ class Library:
     async def _find(self, name: str, image: Image | None) -> StoredImage | None:
         """Find an allowed image on the engine; without `image`, what has this name."""
         if image is None:
-            return await self._engine.find(name)
+            return await self.engine.find(name)
         ids = await asyncio.to_thread(self.ids, image)
         for digest in sorted(ids, key=lambda one: one != image.config):
-            found = await self._engine.find(digest_text(digest))
+            found = await self.engine.find(digest_text(digest))
             if found is not None and found.id in ids:
                 return found
         return None
 
-    async def named(self, name: str) -> StoredImage | None:
-        """Return the image of that name on this node's engine."""
-        return await self._engine.find(name)
-
-    async def fetch(self, image: Image, name: str) -> Pull | None:
+    async def fetch(self, image: Image, name: str) -> SharedTask | None:
         """Start to fetch an image of the list; None if it is here. BadImage if it may not run here."""
         verdict = self.rules.judge(name, image.config)
         if verdict.rule:
@@ -302,38 +288,28 @@ class Library:
     def _may_fetch(self, image: Image) -> bool:
         return self._fetches and bool(image.manifest) and image.config in self.rules.shared
 
-    def _begin(self, image: Image, name: str) -> Pull:
+    def _begin(self, image: Image, name: str) -> SharedTask:
         pull = self.pulls.get(image.config)
-        if pull is None or pull.task.done():
-            pull = self.pulls[image.config] = Pull(image, name)
-            pull.task = asyncio.create_task(self._pull(image, name), name=f"image {short(image.config)}")
+        if pull is None or pull.task.done() or pull.task.cancelling():
+            pull = self.pulls[image.config] = SharedTask(self._pull(image, name), f"image {short(image.config)}")
             pull.task.add_done_callback(_heard)
         return pull
 
     async def _bring(self, image: Image, name: str, report: Callable[[str], None]) -> None:
         """Fetch an image, and report the progress. The fetch ends when no caller waits for it."""
         pull = self._begin(image, name)
-        pull.waiting += 1
-        try:
-            while not pull.task.done():
-                report(self.words(pull))
-                await asyncio.wait([pull.task], timeout=TELL_S)
-            if pull.task.cancelled():
-                raise EngineError(
-                    f"image {name} is not fetched any more: this node is leaving, or the image may not be run here now"
-                )
-            pull.task.result()
-        finally:
-            pull.waiting -= 1
-            if not pull.waiting and not pull.kept:
-                pull.task.cancel()
+        await pull.wait(lambda: report(self.words(image)), TELL_S)
+        if pull.task.cancelled():
+            raise EngineError(
+                f"image {name} is not fetched any more: this node is leaving, or the image may not be run here now"
+            )
 
     async def _pull(self, image: Image, name: str) -> None:
         """Have the engine pull an image from this node's registry. One image at a time."""
         async with self._turn:
             if await self._find(name, image) is None:
                 try:
-                    await self._engine.pull(image.manifest, image.config.hex()[:32])
+                    await self.engine.pull(image.manifest, image.config.hex()[:32])
                 except EngineError as error:
                     states = [self.fetcher.state(digest)[1] for digest in self._store.reach(image.manifest)]
                     words = "; ".join(dict.fromkeys(why for why in states if why))
@@ -347,9 +323,9 @@ class Library:
             self.stored[found.id] = found
         self._changed()
 
-    def words(self, pull: Pull) -> str:
+    def words(self, image: Image) -> str:
         """Return the progress of a pull."""
-        blobs = self._store.variant(pull.image.manifest).blobs
+        blobs = self._store.variant(image.manifest).blobs
         if not blobs:
             return "is looked for on other nodes"
         here = (blob.size if self._store.has(blob.hash) else self.fetcher.state(blob.hash)[0] for blob in blobs)
@@ -360,7 +336,7 @@ class Library:
     async def push(self, stored: StoredImage) -> Image:
         """Have the engine push an image into this node's registry; return it with its digests there."""
         tag = stored.id.hex()[:32]
-        await self._engine.push(stored, tag)
+        await self.engine.push(stored, tag)
         pushed = self.pushed(f"{PUSHED}:{tag}")
         if pushed is None:
             raise EngineError("the engine pushed the image, and its manifest did not arrive")

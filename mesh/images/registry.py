@@ -17,7 +17,6 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -118,20 +117,22 @@ class RegistryServer:
             if request.headers.get("Host") not in {f"{HOST}:{self.port}", f"localhost:{self.port}"} or (
                 {"Origin", "Sec-Fetch-Site"} & request.headers.keys()
             ):
-                _refuse(403, "DENIED", "this registry is for programs on this machine")
+                raise _Refusal(403, "DENIED", "this registry is for programs on this machine")
             if not _NAME.fullmatch(request.match_info.get("name", "x")):
-                _refuse(400, "NAME_INVALID", "not a repository's name")
+                raise _Refusal(400, "NAME_INVALID", "not a repository's name")
             if (request.method not in {"GET", "HEAD"} or "id" in request.match_info) and not self._is_owner(request):
                 self._challenge(request)
             return await handler(request)
+        except _Refusal as error:
+            problem = error
         except ManifestError as error:
-            return _problem(400, "DIGEST_INVALID", str(error))
+            problem = _Refusal(400, "DIGEST_INVALID", str(error))
         except NoRoom as error:
-            return _problem(507, "DENIED", str(error))
+            problem = _Refusal(507, "DENIED", str(error))
         except web.HTTPException as error:
-            if error.content_type == "application/json":
-                raise
-            return _problem(error.status, "UNSUPPORTED", error.reason)
+            problem = _Refusal(error.status, "UNSUPPORTED", error.reason)
+        answer = {"errors": [{"code": problem.code, "message": problem.text}]}
+        return web.json_response(answer, status=problem.status, headers=problem.headers)
 
     def _is_owner(self, request: web.Request) -> bool:
         """Return whether the request carries the password."""
@@ -144,7 +145,7 @@ class RegistryServer:
     def _challenge(self, request: web.Request) -> NoReturn:
         challenge = f'Bearer realm="http://{request.headers["Host"]}/token",service="campus-mesh"'
         words = "pushing needs the password of `mesh image registry`"
-        _refuse(401, "UNAUTHORIZED", words, {"WWW-Authenticate": challenge})
+        raise _Refusal(401, "UNAUTHORIZED", words, {"WWW-Authenticate": challenge})
 
     async def _base(self, request: web.Request) -> web.Response:
         if not self._is_owner(request) and request.headers.get("Authorization") != f"Bearer {NOBODY}":
@@ -155,7 +156,7 @@ class RegistryServer:
         """Exchange the password, or none, for a token, as clients of registries expect it."""
         owner = self._is_owner(request)
         if not owner and "Authorization" in request.headers:
-            _refuse(401, "UNAUTHORIZED", "not the password of `mesh image registry`")
+            raise _Refusal(401, "UNAUTHORIZED", "not the password of `mesh image registry`")
         token = self._password if owner else NOBODY
         return web.json_response({"token": token, "access_token": token, "expires_in": TOKEN_S})
 
@@ -167,18 +168,18 @@ class RegistryServer:
         kind, owner = "BLOB" if reference is None else "MANIFEST", self._is_owner(request)
         digest = self._meant(name, reference or request.match_info["digest"])
         if digest is None or not (owner or self._may_pull(digest)):
-            _refuse(404, f"{kind}_UNKNOWN", "this node has nothing of that digest or name to give")
+            raise _Refusal(404, f"{kind}_UNKNOWN", "this node has nothing of that digest or name to give")
         try:
             await self._bring(digest, name if owner else "")
         except FetchFailed as error:
-            _refuse(404, f"{kind}_UNKNOWN", f"it could not be fetched: {error}")
+            raise _Refusal(404, f"{kind}_UNKNOWN", f"it could not be fetched: {error}") from error
         path = await asyncio.to_thread(self._store.use, digest)
         headers = {"Content-Type": "application/octet-stream", "Docker-Content-Digest": digest_text(digest)}
         if reference is not None and path is not None:
             manifest = await asyncio.to_thread(self._store.manifest, digest)
             headers["Content-Type"] = manifest.media_type if manifest is not None else ""
         if path is None:
-            _refuse(404, f"{kind}_UNKNOWN", "it was damaged on this node's disk, and is removed")
+            raise _Refusal(404, f"{kind}_UNKNOWN", "it was damaged on this node's disk, and is removed")
         return web.FileResponse(path, headers=headers)
 
     def _meant(self, name: str, reference: str) -> bytes | None:
@@ -191,10 +192,10 @@ class RegistryServer:
         name = request.match_info["name"]
         tags = sorted(one.partition(":")[2] for one in self._store.tags if one.partition(":")[0] == name)
         if not tags or not self._is_owner(request):
-            _refuse(404, "NAME_UNKNOWN", "nothing was pushed under this name")
+            raise _Refusal(404, "NAME_UNKNOWN", "nothing was pushed under this name")
         count, last = request.query.get("n", str(MAX_PAGE)), request.query.get("last", "")
         if not re.fullmatch("[0-9]{1,9}", count):
-            _refuse(400, "UNSUPPORTED", "n is a number")
+            raise _Refusal(400, "UNSUPPORTED", "n is a number")
         after = [tag for tag in tags if tag > last]
         page = after[: min(int(count), MAX_PAGE)]
         more = bool(page) and len(page) < len(after)
@@ -214,7 +215,7 @@ class RegistryServer:
             identity = request.match_info["id"]
         upload = self._uploads.get(identity)
         if upload is None:
-            _refuse(404, "BLOB_UPLOAD_UNKNOWN", "there is no such upload")
+            raise _Refusal(404, "BLOB_UPLOAD_UNKNOWN", "there is no such upload")
         if method == "DELETE":
             await asyncio.to_thread(self._uploads.pop(identity).part.close)
             return web.Response(status=204)
@@ -230,7 +231,7 @@ class RegistryServer:
         del self._uploads[identity]
         try:
             if not await asyncio.to_thread(upload.part.finish, digest):
-                _refuse(400, "DIGEST_INVALID", "the content does not have this digest")
+                raise _Refusal(400, "DIGEST_INVALID", "the content does not have this digest")
         finally:
             await asyncio.to_thread(upload.part.close)
         return _created(request, "blobs", digest)
@@ -240,7 +241,7 @@ class RegistryServer:
             if time.monotonic() - upload.used > UPLOAD_IDLE_S and not upload.busy:
                 self._uploads.pop(identity).part.close()
         if len(self._uploads) >= UPLOADS:
-            _refuse(429, "TOOMANYREQUESTS", f"{UPLOADS} uploads are open")
+            raise _Refusal(429, "TOOMANYREQUESTS", f"{UPLOADS} uploads are open")
         identity = os.urandom(16).hex()
         self._uploads[identity] = _Upload(self._store.part())
         return identity
@@ -248,12 +249,12 @@ class RegistryServer:
     async def _receive(self, request: web.Request, upload: _Upload, place: str) -> None:
         """Append the body of a request. It must begin where the upload ends."""
         if upload.busy:
-            _refuse(409, "BLOB_UPLOAD_INVALID", "another request writes this upload")
+            raise _Refusal(409, "BLOB_UPLOAD_INVALID", "another request writes this upload")
         if (given := request.headers.get("Content-Range")) is not None:
             found = _RANGE.fullmatch(given)
             if found is None or int(found[1]) != upload.size or int(found[2]) < int(found[1]):
                 headers = {"Location": place, "Range": f"0-{max(0, upload.size - 1)}"}
-                _refuse(416, "BLOB_UPLOAD_INVALID", "not the next part of this upload", headers)
+                raise _Refusal(416, "BLOB_UPLOAD_INVALID", "not the next part of this upload", headers)
         upload.busy = True
         try:
             data = bytearray()
@@ -274,22 +275,22 @@ class RegistryServer:
         reference, name = request.match_info["reference"], request.match_info["name"]
         body = await read_within(request.content, MAX_MANIFEST_BYTES)
         if body is None:
-            _refuse(413, "SIZE_INVALID", f"over {MAX_MANIFEST_BYTES} bytes")
+            raise _Refusal(413, "SIZE_INVALID", f"over {MAX_MANIFEST_BYTES} bytes")
         digest = sha256(body).digest()
         if ":" in reference and digest_hash(reference) != digest:
-            _refuse(400, "DIGEST_INVALID", "the manifest does not have this digest")
+            raise _Refusal(400, "DIGEST_INVALID", "the manifest does not have this digest")
         if ":" not in reference and not _TAG.fullmatch(reference):
-            _refuse(400, "MANIFEST_INVALID", "not a tag")
+            raise _Refusal(400, "MANIFEST_INVALID", "not a tag")
         try:
             manifest = decode_oci(body)
         except ManifestError as error:
-            _refuse(400, "MANIFEST_INVALID", str(error))
+            raise _Refusal(400, "MANIFEST_INVALID", str(error)) from error
         here = [self._store.has(one.hash) for one in (*manifest.manifests, *manifest.blobs)]
         if not (any(here) if manifest.manifests else all(here)):  # engines push one machine's manifest of an index
-            _refuse(400, "MANIFEST_BLOB_UNKNOWN", "push what the manifest names first")
+            raise _Refusal(400, "MANIFEST_BLOB_UNKNOWN", "push what the manifest names first")
         await asyncio.to_thread(self._store.keep, body)
         if ":" not in reference and not await asyncio.to_thread(self._store.tag, f"{name}:{reference}", digest):
-            _refuse(429, "TOOMANYREQUESTS", "too many names were pushed")
+            raise _Refusal(429, "TOOMANYREQUESTS", "too many names were pushed")
         return _created(request, "manifests", digest)
 
     async def _forget(self, request: web.Request) -> web.Response:
@@ -297,11 +298,11 @@ class RegistryServer:
         name, reference = request.match_info["name"], request.match_info["reference"]
         digest = digest_hash(reference) if ":" in reference else None
         if digest is not None and self._may_pull(digest):
-            _refuse(405, "UNSUPPORTED", "this image may run here: `mesh image deny` refuses it")
+            raise _Refusal(405, "UNSUPPORTED", "this image may run here: `mesh image deny` refuses it")
         tags = {tag: known for tag, known in self._store.tags.items() if tag.partition(":")[0] == name}
         gone = [tag for tag, known in tags.items() if tag == f"{name}:{reference}" or known == digest]
         if not gone:
-            _refuse(404, "MANIFEST_UNKNOWN", "nothing was pushed under this name")
+            raise _Refusal(404, "MANIFEST_UNKNOWN", "nothing was pushed under this name")
         for tag in gone:
             await asyncio.to_thread(self._store.tag, tag, None)
         if digest is not None:
@@ -317,17 +318,8 @@ def _created(request: web.Request, kind: str, digest: bytes) -> web.Response:
     return web.Response(status=201, headers=headers)
 
 
-def _problem(status: int, code: str, text: str, headers: dict[str, str] | None = None) -> web.Response:
-    return web.json_response({"errors": [{"code": code, "message": text}]}, status=status, headers=headers)
+class _Refusal(Exception):
+    """An error of the protocol."""
 
-
-def _refuse(status: int, code: str, text: str, headers: dict[str, str] | None = None) -> NoReturn:
-    raise _Refusal(status, msgspec.json.encode({"errors": [{"code": code, "message": text}]}).decode(), headers)
-
-
-class _Refusal(web.HTTPException):
-    """An answer with an error of the protocol."""
-
-    def __init__(self, status: int, text: str, headers: dict[str, str] | None) -> None:
-        self.status_code = status
-        super().__init__(headers=headers, text=text, content_type="application/json")
+    def __init__(self, status: int, code: str, text: str, headers: dict[str, str] | None = None) -> None:
+        self.status, self.code, self.text, self.headers = status, code, text, headers

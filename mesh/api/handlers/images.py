@@ -194,7 +194,7 @@ class ImageHandlers:
         if pushed is not None:
             return pushed
         try:
-            found = await self._library.named(name)
+            found = await self._library.engine.find(name)
         except EngineError as error:
             if given is None:
                 raise MeshError(f"{error}: an image of another node is named by --id sha256:...") from error
@@ -243,7 +243,7 @@ class ImageHandlers:
         if row is not None and row.entry.image is not None:
             return frozenset({*found, row.entry.image.config})
         try:
-            stored = await self._library.named(alias)
+            stored = await self._library.engine.find(alias)
         except EngineError:
             stored = None
         return frozenset({*found, *((stored.id,) if stored is not None else ())})
@@ -260,7 +260,7 @@ class ImageHandlers:
         except EngineError as error:
             raise MeshError(str(error)) from error
         return schemas.images.ImagePulled(
-            alias=alias, here=pull is None, words="" if pull is None else self._library.words(pull), **_digests(image)
+            alias=alias, here=pull is None, words="" if pull is None else self._library.words(image), **_digests(image)
         )
 
     async def push(self, order: PushImage) -> schemas.images.Pushed:
@@ -278,7 +278,7 @@ class ImageHandlers:
 
     async def _into_registry(self, name: str) -> schemas.images.Pushed:
         try:
-            found = await self._library.named(name)
+            found = await self._library.engine.find(name)
             if found is None:
                 raise MeshError(f"image {name} is not on this node's engine: `docker images`", ExitCode.NOT_FOUND)
             image = await self._library.push(found)
@@ -326,7 +326,7 @@ def how_far(library: Library, config: bytes) -> Fetching:
     if pull is None:
         return Fetching(False)
     if not pull.task.done():
-        return Fetching(False, library.words(pull))
+        return Fetching(False, library.words(image))
     if pull.task.cancelled():
         return Fetching(False, "it was stopped", True)
     error = pull.task.exception()
