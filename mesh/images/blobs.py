@@ -49,11 +49,12 @@ class Part:
     def read(self, at: int) -> bytes:
         return os.pread(self._file.fileno(), PIECE_BYTES, at)
 
-    def finish(self, digest: bytes) -> bool:
-        """Make the part a blob, durably, if it has this hash; return whether it has."""
+    def finish(self, digest: bytes, durable: bool = False) -> bool:
+        """Make the part a blob if it has this hash; return whether it has. What others have need not be durable: use verifies."""
         if _hash_of(self._file.fileno()) != digest:
             return False
-        os.fsync(self._file.fileno())
+        if durable:
+            os.fsync(self._file.fileno())
         self._path.rename(self._path.with_name(digest.hex()))
         return True
 
@@ -113,7 +114,7 @@ class BlobStore:
         digest, part = sha256(data).digest(), self.part()
         try:
             part.write(data, 0)
-            part.finish(digest)
+            part.finish(digest, durable=True)
         finally:
             part.close()
         return digest

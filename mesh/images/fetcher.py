@@ -27,7 +27,7 @@ SOURCES = 4  # at a time: one fills a link, more make up for slow ones (own choi
 ROUNDS = 4  # without progress until the fetch is given up (own choice)
 RETRY_S = 1.0  # before the second round, doubled before each later one (own choice)
 PIECE_S = 30.0  # for 4 MiB; a slower source is useless (own choice)
-BLOBS = 3  # at a time, as Docker asks for them (make bench-images: 1 is a sixth slower)
+BLOBS = 3  # at a time, as Docker asks for them (make bench-images: one at a time is a fifth slower)
 UNFINISHED = 64  # blobs of failed fetches that are continued later (own choice)
 
 log = logging.getLogger(__name__)
@@ -84,8 +84,9 @@ class BlobFetcher:
         """Wait until a blob is here. FetchFailed on failure. The fetch ends when nobody waits for it."""
         while not self._store.has(digest):
             blob = self._blobs.setdefault(digest, _Blob())
-            fetch = blob.fetch = blob.fetch or SharedTask(self._fetch(digest, blob, name), f"blob {digest.hex()[:12]}")
-            await fetch.wait()
+            if blob.fetch is None or blob.fetch.task.done():  # it may have been cancelled before it began
+                blob.fetch = SharedTask(self._fetch(digest, blob, name), f"blob {digest.hex()[:12]}")
+            await blob.fetch.wait()
 
     def state(self, digest: bytes) -> tuple[int, str]:
         """Return how many bytes of an unfinished blob are here, and why its last fetch failed."""
@@ -160,6 +161,8 @@ class BlobFetcher:
                         async with asyncio.timeout(PIECE_S):
                             if size is None:
                                 data = await read_within(response.content, MAX_MANIFEST_BYTES) or b""
+                                if not data:
+                                    raise PeerError("it sends nothing, or no end")
                             else:
                                 data = await response.content.readexactly(missing[one])
                         self.moved += len(data)

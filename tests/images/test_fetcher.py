@@ -225,7 +225,13 @@ async def test_fetch_ends_with_its_last_waiter_and_off_the_list(world: World) ->
     assert not other.done() and world.holders[A].given == 1, "both wait for one fetch"
     other.cancel()
     await asyncio.wait([other])
+    early = asyncio.create_task(fetcher.bring(digest(LAYERS[1])))
+    await asyncio.sleep(0)  # it has begun, and the fetch has not
+    early.cancel()
+    await asyncio.wait([early])
+    async with asyncio.timeout(60):
+        await fetcher.bring(digest(LAYERS[1]))
     world.listed = False
     with pytest.raises(FetchFailed, match="not on the list"):
-        await fetcher.bring(digest(LAYERS[1]))
+        await fetcher.bring(digest(LAYERS[0]))
     await fetcher.close()
