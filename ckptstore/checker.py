@@ -1,5 +1,6 @@
 """Checker: reads and verifies the whole store, salvages damaged packs, and reports damaged manifests."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,7 +42,10 @@ def check_packs(store: ObjectStore, tell: Callable[[str], None] = lambda words: 
     """Read all packs; damaged ones are salvaged and moved to `quarantine/`. `tell` gets the progress."""
     chunks = bad = done = 0
     quarantined: list[str] = []
-    sizes = {path: path.stat().st_size for path in sorted(store.packs.glob("*.pack"))}
+    sizes: dict[Path, int] = {}
+    for path in sorted(store.packs.glob("*.pack")):
+        with contextlib.suppress(FileNotFoundError):  # collected meanwhile
+            sizes[path] = path.stat().st_size
     total = sum(sizes.values())
     for path, size in sizes.items():
         tell(f"verified {done / 2**30:.1f} of {total / 2**30:.1f} GiB")
