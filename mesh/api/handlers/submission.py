@@ -30,7 +30,7 @@ from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.jobs.workdir import collect_files
 from mesh.journal import Journal
-from mesh.model.environment import UvProject, has_metadata
+from mesh.model.environment import MOST_LOCK_BYTES, UvProject, has_metadata
 from mesh.model.record import Voter
 from mesh.model.spec import (
     JOB_ID_BYTES,
@@ -137,8 +137,8 @@ class SubmissionHandlers:
             await self._lookup.load(name)
         members = [m for m in self._membership.members() if m.state == "alive" and not m.draining]
         alive = [member.node_id for member in members]
-        needs = await self._data.needs(order.data)
-        drawn = [(self._spec(order, chosen, alive), place) for place in _places(order)]
+        needs, command = await self._data.needs(order.data), await asyncio.to_thread(_command, order)
+        drawn = [(self._spec(order, command, chosen, alive), place) for place in _places(order)]
         specs = [msgspec.structs.replace(spec, array=place, data=needs) for spec, place in drawn]
         specs = await self._secrets.sealed(specs, order)
         for spec in specs:
@@ -170,7 +170,9 @@ class SubmissionHandlers:
             warning=late[0] if late else few,
         )
 
-    def _spec(self, order: SubmitOrder, chosen: tuple[bytes, ...], alive: list[bytes]) -> JobSpec:
+    def _spec(
+        self, order: SubmitOrder, command: dict[str, Any], chosen: tuple[bytes, ...], alive: list[bytes]
+    ) -> JobSpec:
         return JobSpec(
             submitter=self._lookup.me,
             chain=self._membership.chain,
@@ -178,7 +180,7 @@ class SubmissionHandlers:
             user_key=self._membership.credentials.user_key,
             created_unix_ms=time.time_ns() // 1_000_000,
             nonce=os.urandom(16),
-            **_command(order),
+            **command,
             witnesses=self._choose_witnesses(alive),
             name=order.name,
             env=order.env,
@@ -291,7 +293,8 @@ def _command(order: SubmitOrder) -> dict[str, Any]:
 
 def _describes(script: Path) -> bool:
     try:
-        return has_metadata(script.read_text())
+        with script.open("rb") as file:
+            return has_metadata(file.read(MOST_LOCK_BYTES).decode())
     except (OSError, UnicodeDecodeError):
         return False
 
