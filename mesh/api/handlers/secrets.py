@@ -12,6 +12,7 @@ from mesh.api import schemas
 from mesh.api.handlers.lookup import find_node
 from mesh.api.requests import RemoveSecrets, SetSecret, SubmitOrder
 from mesh.checkpoints.secrets import seal_secrets
+from mesh.execution.secret_files import no_core_dumps
 from mesh.jobs.secret_vault import SecretVault
 from mesh.model.secrets import SecretError, Use, check_uses, parse_use
 from mesh.model.spec import JobSpec
@@ -33,6 +34,7 @@ class SecretHandlers:
         )
 
     async def set(self, order: SetSecret) -> schemas.secrets.SecretSet:
+        no_core_dumps()
         try:
             replaced = await asyncio.to_thread(self._vault.set, order.name, order.value)
         except SecretError as error:
@@ -54,6 +56,7 @@ class SecretHandlers:
             if order.secret_nodes:
                 raise MeshError("--secret-nodes is for a job with --secret NAME", ExitCode.USAGE)
             return specs
+        no_core_dumps()
         try:
             uses = [parse_use(text) for text in order.secrets]
             check_uses(uses)
