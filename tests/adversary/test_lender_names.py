@@ -58,6 +58,15 @@ SHOWN: dict[str, list[list[str]]] = {
     "ckpt extract": [[JOB, "new"]],
     "ckpt rm": [[JOB]],
     "ckpt gc": [[]],
+    "data add": [["sample", "."]],
+    "data ls": [[]],
+    "data show": [["sample"], ["sample", "inside"]],
+    "data pin": [["sample"]],
+    "data verify": [["sample"]],
+    "data rm": [["sample"]],
+    "secret set": [["KEY"]],
+    "secret ls": [[]],
+    "secret rm": [["KEY"]],
     "image ls": [[], ["-q"]],
     "image allow": [["alias"]],
     "image deny": [["alias"]],
@@ -90,8 +99,11 @@ NUMBERS = {
     "gpus pause",
     "gpus resume",
     "gpus set",
+    "secret set",
     "up",
 }
+# These end with the daemon's own problem when it has one, as this one has.
+TROUBLED = {"data add", "data pin", "data verify"}
 # These show the output of a job, which a pipe gets as it is: see the tests with a terminal.
 OUTPUT: dict[str, list[str]] = {
     "run": ["--", "true"],
@@ -170,7 +182,7 @@ def test_command_shows_hostile_names_harmlessly(
     check(done.stderr_bytes.decode())
 
 
-@pytest.mark.parametrize("name", [name for name in SHOWN if name not in {"up", "debug dump"}])
+@pytest.mark.parametrize("name", [name for name in SHOWN if name not in {"up", "debug dump", *TROUBLED}])
 def test_json_keeps_hostile_names_as_they_are(name: str, state: Path, daemon: HostileDaemon) -> None:
     arguments = SHOWN[name][0]
     if "-q" in arguments or name == "submit":
