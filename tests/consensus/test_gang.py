@@ -104,6 +104,12 @@ class TestLeader:
             gang.on_may_run(C, ExtendRun(job=JOB, term=1, round=number), 9.0, at(6))
         assert gang.sure() and not gang.broken
 
+    def test_end_of_a_member_counts_once(self) -> None:
+        gang = under_way()
+        for code in (1, 0, 2):  # a member repeats its report until it is dismissed
+            gang.on_ended(B, MemberEnded(job=JOB, term=1, code=code), at(5))
+        assert gang.failed == [("b", 1)]
+
     def test_first_failure_may_be_reported_last(self) -> None:
         for code, told in ((3, [("b", 1), ("c", 3)]), (0, [("b", 1)]), (85, [("b", 1)]), (143, [("b", 1)])):
             gang = under_way()
@@ -201,6 +207,16 @@ class TestMember:
         assert member.run(late.round, 15.0, 6.0) == [], "it was asked before"  # type: ignore[union-attr]
         ((_, question),) = says(again, ExtendRun)
         assert member.run(question.round, 15.0, 6.5), "and now it is asked anew"  # type: ignore[union-attr]
+
+    def test_questions_without_an_answer_are_bounded(self) -> None:
+        member = MemberState()
+        effects = member.begin(0.0)
+        for number in range(2, 42):  # every second answer is lost
+            timer = next(effect for effect in effects if isinstance(effect, SetTimer))
+            effects = member.timer("ask", effects)
+            if number % 2:
+                member.run(number, 15.0, timer.at)
+        assert len(member.member._asked) <= 8
 
     def test_late_grant_takes_no_time_away(self) -> None:
         member = MemberState()

@@ -254,6 +254,17 @@ def test_job_without_a_node_waits_and_reports_the_reason() -> None:
     assert [send.to for send in sends(leader.observe(view, at(1)), Start)] == [D]
 
 
+def test_signs_of_life_of_a_waiting_leader_become_rarer() -> None:
+    leader = make_leader()
+    leader.spec = msgspec.structs.replace(leader.spec, gpus=1)
+    effects, times = won(leader), list[float]()
+    for _ in range(8):
+        times += [effect.at for effect in effects if isinstance(effect, SetTimer) and effect.name == "heartbeat"]
+        effects = fire(leader, effects, "heartbeat")
+    waits = [later - before for before, later in pairwise(times)]
+    assert waits[0] < waits[1] < waits[2] and max(waits) <= HEARTBEAT_MAX_S
+
+
 def _gpu() -> Gpu:
     return Gpu(uuid="GPU-1", model="A", vram_mib=1000, capability=(8, 0))
 
@@ -531,6 +542,18 @@ def test_leader_installs_a_witness_that_the_submission_missed() -> None:
     assert leader.handle(C, missing, at(0.1)) == [], "a member that cannot read the job is not asked without a pause"
     lost = msgspec.structs.replace(missing, disk=b"another!")
     assert not sends(leader.handle(B, lost, at(0.1)), Accept), "a new disk is another voter"
+
+
+def test_leader_installs_a_witness_with_the_newest_group_that_was_promised() -> None:
+    leader = make_leader()
+    term = elect(leader, leader.observe(make_view(A, (A, B, C, D)), at(0)), 0)
+    newer = Config(number=1, term=1, members=voters(A, B, D), previous=voters(A, B, C))
+    leader.handle(A, promise(term, config=newer), at(0))
+    missing = Refused(
+        job=JOB, disk=DISK, term=term, round=0, promised=0, config=None, lease_left_s=0, needs_spec=True, finished=False
+    )
+    (introduction,) = [send.message for send in sends(leader.handle(D, missing, at(0)), Accept)]
+    assert isinstance(introduction, Accept) and introduction.config == newer
 
 
 def test_leader_past_200_nodes_asks_the_best_node_of_the_best_zone() -> None:
