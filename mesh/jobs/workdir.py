@@ -7,7 +7,7 @@ from pathspec import GitIgnoreSpec
 
 from mesh.util.errors import ExitCode, MeshError
 
-LIMIT_BYTES = 1 << 30  # what a person may send by accident; data sets belong elsewhere
+LIMIT_BYTES = 1 << 30  # what a person may send by accident; `mesh data` is for more
 LIMIT_FILES = 50_000
 ALWAYS_IGNORED = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache")
 IGNORE_FILES = (".gitignore", ".meshignore")  # a rule with ! in the second takes back one of the first
@@ -73,7 +73,8 @@ def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
             if total > LIMIT_BYTES or len(found) > LIMIT_FILES:
                 raise MeshError(
                     f"the working directory {directory} holds more than {LIMIT_BYTES >> 20} MiB or {LIMIT_FILES} files. "
-                    f"Run from the project's own directory, name large files in .meshignore, or use --no-workdir.",
+                    f"Run from the project's own directory, share large data with `mesh data add` and --data, name the rest in "
+                    f".meshignore, or use --no-workdir.",
                     ExitCode.USAGE,
                 )
     return found
