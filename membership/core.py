@@ -452,7 +452,7 @@ class Core:
         return True
 
     def _verify(self, sealed: bytes) -> Verified | None:
-        """Return evidence whose author and subject are members; None (counted) for anything else."""
+        """Return evidence whose author and subject are members, or that is about this node; None (counted) for anything else."""
         try:
             author, payload = self._sealer.open("member", sealed)
             evidence = decode_evidence(author, payload)
@@ -463,7 +463,8 @@ class Core:
         if evidence.epoch > unix * 1000 + EPOCH_AHEAD_MS:
             self.counters["refused_implausible"] += 1  # its subject could not refute with a higher epoch
             return None
-        for node in (author, evidence.node):
+        # Whoever sent an accusation of this node believes it, so it is refuted even if its author is no member any more.
+        for node in (author, evidence.node) if evidence.node != self.me else (self.me,):
             if self.trust.credentials(node, unix) is None:
                 self.counters["unknown_author"] += 1
                 if node not in self.trust.revoked:

@@ -260,6 +260,21 @@ def test_revoked_node_is_dropped_and_gets_only_the_revocation() -> None:
     assert ann.core.counters["refused_revoked"] == before + 1 and not ann.effects
 
 
+def test_accusation_of_a_node_that_was_revoked_since_is_refuted() -> None:
+    root, ann, bob, cyd = CoreNode("root"), CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
+    meet(root, ann, bob, cyd)
+    verdict = bob.core._seal_evidence(Dead(cyd.identity.node_id, 1, 0))
+    packet = Rumours(5, bytes(8), (("member", verdict),))
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+    root.core.publish_statement(make_revocation(ROOT, root.core.trust, bob.identity.node_id, "", NOW))
+    meet(root, ann)
+    meet(root, cyd)
+    assert ann.core.swim.table.get(cyd.identity.node_id).state == "dead"  # type: ignore[union-attr]
+    talk(cyd, ann, cyd.core.push_pull())
+    talk(cyd, ann, cyd.core.push_pull())
+    assert ann.core.swim.table.get(cyd.identity.node_id).state == "alive"  # type: ignore[union-attr]
+
+
 def test_member_with_expired_certificate_is_dropped_until_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as shorter:
         shorter.setattr("membership.trust.NODE_CERTIFICATE_S", 3600)
