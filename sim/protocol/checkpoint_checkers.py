@@ -6,6 +6,7 @@ They share no code with the rules that they check: majorities are counted here, 
 from collections import defaultdict
 
 from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.participant import Participant
 from mesh.model.record import Commit, Config, Voter
 from sim.protocol.jobs import JobChecker, JobNode, JobsWorld
 
@@ -152,11 +153,12 @@ class DeparturesLoseNothing(JobChecker):
     name = "departure"
 
     def __init__(self) -> None:
-        self._left: dict[tuple[bytes, JobNode], tuple[int, int]] = {}  # (term, step) of guests that ended at a notice
+        # Guests that ended at a notice: the cores of their node, which a crash ends too, the term and the step.
+        self._left: dict[tuple[bytes, JobNode], tuple[Participant, int, int]] = {}
         self._released: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
 
     def left(self, world: JobsWorld, node: JobNode, job: bytes, term: int, step: int) -> None:
-        self._left[job, node] = (term, step)
+        self._left[job, node] = (node.participant, term, step)
 
     def not_saved(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
         self._left.pop((job, node), None)
@@ -166,8 +168,8 @@ class DeparturesLoseNothing(JobChecker):
 
     def ended(self, world: JobsWorld, node: JobNode, job: bytes, reason: str) -> None:
         left = self._left.pop((job, node), None)
-        if left is not None and reason.startswith(ORDERLY):
-            self._released[job].append(left)
+        if left is not None and left[0] is node.participant and reason.startswith(ORDERLY):
+            self._released[job].append(left[1:])
 
     def resumed(self, world: JobsWorld, node: JobNode, job: bytes, term: int, step: int) -> None:
         self._left.pop((job, node), None)  # that attempt crashed before its release

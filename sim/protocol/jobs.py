@@ -806,6 +806,7 @@ class JobsWorld(MembershipWorld):
         self.accepted: set[bytes] = set()
         self.lost: set[bytes] = set()  # jobs that lost the disks of a majority of their witnesses
         self.recovered: set[bytes] = set()  # lost jobs that their user recovered
+        self.recoveries: Counter[bytes] = Counter()  # orders for each of them
         self.specs: dict[bytes, JobSpec] = {}
         self.arrays: dict[bytes, list[bytes]] = {}  # the jobs of each array, in the order of their places
         self.groups: dict[bytes, Config] = {}
@@ -1039,18 +1040,25 @@ class JobsWorld(MembershipWorld):
         return joinable and all(decides(group, others) for group in groups)
 
     def _recover(self, job: bytes) -> None:
-        """Recover a job as `mesh job recover` does, on a node that has a record. The history may fork here."""
+        """Recover a job as `mesh job recover` does, on a node that has a record. The history may fork here.
+
+        In half of the cases another user's order comes from another such node at the same time.
+        """
         nodes = [node for node in self.nodes if node.up and not node.gone and job in node.participant.witnesses]
         witness_records = {node.id: node.participant.witnesses[job].witness_record for node in nodes}
-        try:
-            asker = nodes[0] if nodes else self.nodes[0]
-            plan = make_plan(job, witness_records, asker.view(), asker.instant)
-        except RecoveryError:
-            return
-        self.recovered.add(job)
-        for checker in self.job_checkers:
-            checker.recovered(self, job)
-        asker.recover(plan)
+        askers = [nodes[0] if nodes else self.nodes[0]]
+        rng = self.streams.get("world", "recover")
+        askers += [rng.choice(nodes[1:])] if len(nodes) > 1 and rng.random() < 0.5 else []
+        for asker in askers:
+            try:
+                plan = make_plan(job, witness_records, asker.view(), asker.instant)
+            except RecoveryError:
+                continue
+            self.recoveries[job] += 1
+            self.recovered.add(job)
+            for checker in self.job_checkers:
+                checker.recovered(self, job)
+            asker.after(rng.uniform(0.0, 2.0), asker.recover, plan)
 
     # --- incidents
 
