@@ -331,6 +331,7 @@ def test_full_or_read_only_disk_stops_the_daemon_and_loses_no_state(home: Path) 
         subprocess.run(fill, capture_output=True, check=False)
         refused = run("submit", "--no-workdir", "--", "true")
         assert refused.returncode != 0 and "Traceback" not in refused.stderr
+        run("cancel", job)  # is a change of the job's record, unless that has stopped the daemon already
         until(lambda: gone(pid), "the daemon to stop, since it cannot persist its promises")
         full = run("up", *LOCAL)
         assert full.returncode == 1 and "disk is full" in full.stderr and "--state" in full.stderr, full.stderr

@@ -11,7 +11,6 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from membership.identity import Identity
@@ -25,6 +24,7 @@ from tests.e2e.commands import (
     end_of,
     finished,
     job_state,
+    json_reads,
     mesh,
     ok,
     read,
@@ -79,17 +79,7 @@ def arguments_of_all() -> bytes:
 
 def answers_of(node: StackNode, job: str) -> bytes:
     """Return every answer of the daemon that can be read, as JSON."""
-    from mesh.api.openapi import answers_of as typed
-    from mesh.api.routes import ROUTES
-
-    reads = [
-        route.path
-        for route in ROUTES
-        if route.method == "GET"
-        and "{name}" not in route.path
-        and typed(route)
-        and not any(field.required for field in msgspec.structs.fields(route.asked))  # asks about something else
-    ]
+    reads = [route.path for route in json_reads()]
     there = {"job": job, "node": node.nick}
     return b"".join(str(node.client.get(path.format_map(there))).encode() for path in [*reads, "/v1/events?audit=true"])
 

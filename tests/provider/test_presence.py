@@ -108,6 +108,18 @@ def test_guest_has_worst_level_of_its_scopes() -> None:
     assert presence.stand((GPU,)).causes == ("gpu",) and presence.stand(("GPU-unknown",)).level == "lend"
 
 
+def test_guests_that_had_to_leave_stay_away_over_a_restart() -> None:
+    presence = Presence(policy(), (GPU,))
+    for now in range(30):
+        presence.step(seen("gpu"), float(now))
+    for now in range(30, 37):
+        presence.step(seen("gpu", False), float(now))
+    assert presence.stands[GPU].level == "vacate", "calm if they had only been suspended"
+    again = Presence(presence.policy, (GPU,))
+    again.remember(presence.memories())
+    assert again.step(seen("gpu", False), 37.0)[GPU].level == "vacate"
+
+
 def test_new_policy_applies_at_next_step() -> None:
     presence = Presence(policy(), (GPU,))
     for now in range(4):
