@@ -269,10 +269,13 @@ class Leader:
         return record if attempt is None else record.written_off(self.view.absence(attempt.node), at.unix_ms)
 
     def _on_refused(self, sender: bytes, message: Refused, at: Instant) -> list[Effect]:
-        self._seen_term = max(self._seen_term, message.promised)
+        # A witness that has been replaced is asked too, and may lie about a newer group.
+        replaced = self._proposer is not None and sender not in self._proposer.config.nodes
+        self._seen_term = max(self._seen_term, 0 if replaced else message.promised)
         if message.term != self._term or self.state == "retired":
             return []
-        newer = message.config is not None and message.config.order > self.witness.witness_record.config.order
+        known = self.witness.witness_record.config
+        newer = not replaced and message.config is not None and message.config.order > known.order
         if newer and self.view is not None and self.view.me not in message.config.nodes:  # type: ignore[union-attr]
             return self.stand_down()
         if self._proposer is not None and self.state in {"waiting", "finishing"}:

@@ -590,6 +590,21 @@ def test_only_the_witnesses_retire_a_leader_or_raise_its_term() -> None:
     assert leader.state == "retired", "a witness knows a newer group"
 
 
+def test_replaced_witness_does_not_retire_a_leader() -> None:
+    """Regression: a witness that had been replaced ended the only leader of a waiting job by naming a newer group."""
+    leader = make_leader()
+    leader.spec = msgspec.structs.replace(leader.spec, gpus=1)
+    won(leader)
+    assert leader.state == "waiting" and leader._proposer is not None
+    leader._proposer.config = Config(1, 1, voters(A, B))
+    leader._proposer._removed = voters(C)
+    forged = Refused(
+        JOB, leader._term, DISK, 0, 1 << 40, Config(9, 9, voters(E)), 0.0, needs_spec=False, finished=False
+    )
+    leader.handle(C, forged, at(1.0))
+    assert leader.state != "retired" and leader._seen_term < 1 << 40
+
+
 def test_node_that_declined_is_asked_again_though_its_advert_stays() -> None:
     """Regression: a job waited for ever when nodes declined for a reason that no advert shows."""
     leader = make_leader()
