@@ -198,12 +198,7 @@ static void let_go_of_piece(uint64_t piece) {
   if (table_count(&pieces, piece, -1).count == 0) memory_drop(table_take(&pieces, piece));
 }
 
-static bool is_of_piece(const struct entry *entry, const void *what) {
-  const uint64_t *piece = what;
-  return entry->link == *piece;
-}
-
-static void release_piece(uint64_t piece) { (void)REAL(cuMemRelease)(table_take_any(&handles, is_of_piece, &piece).key); }
+static void release_piece(uint64_t piece) { (void)REAL(cuMemRelease)(table_take_any(&handles, belongs_to, &piece).key); }
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags) {
   static _Atomic uint64_t made;
@@ -283,15 +278,10 @@ CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
   return result;
 }
 
-static bool belongs(const struct entry *entry, const void *what) {
-  const uint64_t *context = what;
-  return entry->link == *context;
-}
-
 void memory_context_gone(uint64_t context) {
   struct entry entry;
-  while ((entry = table_take_any(&pointers, belongs, &context)).key != 0) memory_drop(entry);
-  while ((entry = table_take_any(&arrays, belongs, &context)).key != 0) memory_drop(entry);
+  while ((entry = table_take_any(&pointers, belongs_to, &context)).key != 0) memory_drop(entry);
+  while ((entry = table_take_any(&arrays, belongs_to, &context)).key != 0) memory_drop(entry);
   pinned_context_gone(context);
 }
 

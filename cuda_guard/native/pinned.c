@@ -63,14 +63,9 @@ CUresult cuMemHostUnregister(void *pointer) {
   return charge_drop(&pinned, entry, REAL(cuMemHostUnregister)(pointer));
 }
 
-static bool belongs(const struct entry *entry, const void *what) {
-  const uint64_t *context = what;
-  return entry->link == *context;
-}
-
 void pinned_context_gone(uint64_t context) {
   struct entry entry;
-  while ((entry = table_take_any(&pinned, belongs, &context)).key != 0) memory_drop(entry);
+  while ((entry = table_take_any(&pinned, belongs_to, &context)).key != 0) memory_drop(entry);
 }
 
 void pinned_forked(void) { table_clear(&pinned); }

@@ -37,6 +37,12 @@ struct entry table_take(struct table *table, uint64_t key);
 /* Removes and returns any entry that `matches`; its key is 0 if there is none. */
 struct entry table_take_any(struct table *table, bool (*matches)(const struct entry *entry, const void *what), const void *what);
 
+/* For table_take_any: tells whether an entry belongs to the context, the handle or whatever else `what` points to the number of. */
+static inline bool belongs_to(const struct entry *entry, const void *what) {
+  const uint64_t *link = what;
+  return entry->link == *link;
+}
+
 /* Adds to an entry's count; returns the changed entry. */
 struct entry table_count(struct table *table, uint64_t key, int32_t change);
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -37,9 +37,9 @@ from mesh.images.messages import decode_fetching
 from mesh.journal import Journal
 from mesh.rpc.client import PeerClient, PeerError
 from mesh.rpc.pacing import Cargo, Lane, Wire
-from mesh.rpc.parallel_fetch import fetched
+from mesh.rpc.parallel_fetch import Pulled, fetched, pulled
 from mesh.rpc.refusals import Refusals
-from mesh.rpc.streams import IDLE_S, fed, sliced
+from mesh.rpc.streams import IDLE_S, sliced
 from mesh.util.boottime import boot_s
 from mesh.util.byte_text import part
 
@@ -50,8 +50,6 @@ SLOW_AFTER_S, SLOW_BYTES_S = (
     5.0,
     1 << 20,
 )  # a peer slower than a tenth of Fast Ethernet gets a second beside it (own choice)
-
-Pulled = tuple[list[bytes], asyncio.Task[int]]  # the chunks that arrived, and the task that makes them durable
 
 log = logging.getLogger(__name__)
 
@@ -397,19 +395,7 @@ class Replicator:
     async def _pull(self, request: Request, have: tuple[bytes, ...], user: str) -> Pulled:
         receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes(request.ids), user)
         body = encode_chunk_request(ChunkRequest(request.ids, have))
-        try:
-            async with AsyncExitStack() as stack:
-                async with asyncio.timeout(IDLE_S):  # a stopped source keeps its connection open and sends nothing
-                    asked = self._peers.stream(request.source, "POST", "/v1/chunks/frames", body)
-                    response = await stack.enter_async_context(asked)
-                transport = response.connection.transport if response.connection is not None else None
-                stack.enter_context(self._peers.wire.taking(transport))
-                await fed(response.content, receiver)
-        except BaseException:
-            await asyncio.to_thread(receiver.abort)
-            raise
-        finish = asyncio.create_task(asyncio.to_thread(receiver.keep), name="keep what came")
-        return [identity for identity in request.ids if identity in receiver.arrived], finish
+        return await pulled(self._peers, request, "/v1/chunks/frames", body, receiver)
 
 
 def _lacks_it(error: BaseException) -> bool:

@@ -11,10 +11,10 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptstore.dataset import Link, links_of
 from ckptstore.dataset_store import DataSets
@@ -47,8 +47,7 @@ from mesh.data.manifest import (
 )
 from mesh.model.spec import DataNeed
 from mesh.rpc.client import PeerClient, PeerError
-from mesh.rpc.parallel_fetch import fetched
-from mesh.rpc.streams import IDLE_S, fed
+from mesh.rpc.parallel_fetch import Pulled, fetched, pulled
 from mesh.util.byte_text import amount, part
 from placement.advert import MAX_IMAGES
 from placement.filters import DataOffer
@@ -342,14 +341,14 @@ class DataLibrary:
 
     # --- orders of this node's user
 
-    def begin(self, kind: str, name: str, do: Callable[[Work], Awaitable[None]]) -> Work:
+    def begin(self, kind: str, name: str, do: Callable[[Work], Coroutine[Any, Any, None]]) -> Work:
         """Start something in the background, or return what is under way already."""
         work = self.works.get((kind, name))
         if work is None or work.task.done():
             while len(self.works) >= 64 and (over := next((k for k, w in self.works.items() if w.task.done()), None)):
                 del self.works[over]
             work = self.works[kind, name] = Work(kind, name)
-            work.task = asyncio.create_task(_run(do(work)), name=f"{kind} data set {name}")
+            work.task = asyncio.create_task(do(work), name=f"{kind} data set {name}")
             work.task.add_done_callback(_heard)
         return work
 
@@ -710,25 +709,10 @@ class DataLibrary:
         finally:
             await asyncio.gather(*finishing, return_exceptions=True)
 
-    async def _pull(
-        self, identity: bytes, job: bytes | None, request: Request
-    ) -> tuple[list[bytes], "asyncio.Task[int]"]:
+    async def _pull(self, identity: bytes, job: bytes | None, request: Request) -> Pulled:
         receiver = await asyncio.to_thread(self.store.receive, max_stream_bytes(request.ids))
         path = f"/v1/data/{identity.hex()}/chunks" + (f"?job={job.hex()}" if job is not None else "")
-        body = encode_chunk_request(ChunkRequest(request.ids))
-        try:
-            async with AsyncExitStack() as stack:
-                async with asyncio.timeout(IDLE_S):
-                    asked = self._peers.stream(request.source, "POST", path, body)
-                    response = await stack.enter_async_context(asked)
-                transport = response.connection.transport if response.connection is not None else None
-                stack.enter_context(self._peers.wire.taking(transport))
-                await fed(response.content, receiver)
-        except BaseException:
-            await asyncio.to_thread(receiver.abort)
-            raise
-        finish = asyncio.create_task(asyncio.to_thread(receiver.keep), name="keep what came")
-        return [one for one in request.ids if one in receiver.arrived], finish
+        return await pulled(self._peers, request, path, encode_chunk_request(ChunkRequest(request.ids)), receiver)
 
     # --- space
 
@@ -846,10 +830,6 @@ def write_sealed(store: DataSets, identity: bytes, sealed: bytes) -> None:
     from membership.durable import write_durably
 
     write_durably(store.sets / identity.hex(), sealed)
-
-
-async def _run(doing: Awaitable[None]) -> None:
-    await doing
 
 
 async def _finished(doing: Awaitable[T]) -> T:

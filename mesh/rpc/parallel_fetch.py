@@ -2,10 +2,33 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from ckptstore.fetch import Cancel, Fetch, FetchEnded, Request
+from ckptstore.receiver import Receiver
 from membership.identity import NodeId, short_id
+from mesh.rpc.client import PeerClient
+from mesh.rpc.streams import IDLE_S, fed
+
+Pulled = tuple[list[bytes], asyncio.Task[int]]  # the chunks that arrived, and the task that makes them durable
+
+
+async def pulled(peers: PeerClient, request: Request, path: str, body: bytes, receiver: Receiver) -> Pulled:
+    """Carry out one request for chunks: feed what the holder answers to the receiver, which is aborted if that fails."""
+    try:
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(IDLE_S):  # a stopped source keeps its connection open and sends nothing
+                asked = peers.stream(request.source, "POST", path, body)
+                response = await stack.enter_async_context(asked)
+            transport = response.connection.transport if response.connection is not None else None
+            stack.enter_context(peers.wire.taking(transport))
+            await fed(response.content, receiver)
+    except BaseException:
+        await asyncio.to_thread(receiver.abort)
+        raise
+    finish = asyncio.create_task(asyncio.to_thread(receiver.keep), name="keep what came")
+    return [identity for identity in request.ids if identity in receiver.arrived], finish
 
 
 async def fetched(
