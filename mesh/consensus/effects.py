@@ -113,6 +113,14 @@ class Notify(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Left(msgspec.Struct, frozen=True):
+    """Nothing of the attempt computes on this node any more: give its place back. What is left is to release its lease, which
+    waits for as long as no majority of its witnesses answers.
+    """
+
+    reason: str
+
+
 class Ended(msgspec.Struct, frozen=True):
     """The attempt is over on this node: clean up."""
 
@@ -150,6 +158,7 @@ Effect = (
     | SetTimer
     | Committed
     | Abandoned
+    | Left
     | Ended
     | Concluded
     | StateChanged

@@ -149,7 +149,7 @@ class Participant:
     @property
     def hosted(self) -> list[bytes]:
         """Return the jobs that have a guest here, or a place for one."""
-        return [*self.runners, *self.members]
+        return [*(job for job, runner in self.runners.items() if runner.has_place), *self.members]
 
     def replaceable(self, staying: Set[bytes]) -> bool:
         """Tell whether a group of this node can still replace it: another node stays that is not in the group."""

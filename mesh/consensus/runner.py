@@ -29,6 +29,7 @@ from mesh.consensus.effects import (
     Ended,
     Kill,
     Launch,
+    Left,
     Notify,
     RunUntil,
     SaveCheckpoint,
@@ -158,6 +159,11 @@ class Runner:
         """Return the attempt as a candidate for preemption; the node itself knows its GPUs."""
         saves, since = self.spec.checkpointing is not None, self.attempt.running_unix_ms // 1000
         return RunningJob(self.job, self.me, self.spec.priority, since, saves and self.state == "running")
+
+    @property
+    def has_place(self) -> bool:
+        """Tell whether this node keeps a place for the attempt: until its end is being released."""
+        return self.state not in {"releasing", "ended"}
 
     def holds_lease(self, now: float) -> bool:
         return now < self.lease_until
@@ -651,7 +657,7 @@ class Runner:
         if self._outcome is not None:
             self._proposer.record = self.record.amended(outcome=self._outcome)
         self._proposer.holder = None
-        return [*disband, *self._propose(at)]
+        return [*disband, *self._propose(at), Left(self._ending)]
 
     def _blame_this_node(self) -> None:
         self._amend_attempt(fault=True)

@@ -39,6 +39,7 @@ from mesh.consensus.effects import (
     Decided,
     Ended,
     GuestEffect,
+    Left,
     Notify,
     Send,
     SetTimer,
@@ -248,7 +249,7 @@ class JobService:
         )
         self._inputs = InputQueue()
         self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
-        self._witness_record_saved, self._view_changed = asyncio.Event(), asyncio.Event()
+        self._handed_on, self._view_changed = asyncio.Event(), asyncio.Event()
         self._look_s = 0.0  # that building the last view took
         self._cleared: dict[bytes, asyncio.Event] = {}
         self._deliveries, self._endings = TaskSet(log), set[asyncio.Task[None]]()
@@ -501,14 +502,16 @@ class JobService:
             await asyncio.gather(*(self.attempts[job].kill_guest() for job in jobs if job in self.attempts))
 
     async def hand_over(self, timeout_s: float) -> None:
-        """Before leaving: wait until witness groups have replaced this node, then deliver what is left to send."""
+        """Before leaving: wait until witness groups have taken the releases of this node and replaced it, then deliver what is
+        left to send.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                while self.participant.replaceable(self.mesh_view.look().staying):
-                    self._witness_record_saved.clear()
-                    await self._witness_record_saved.wait()
+                while self.participant.runners or self.participant.replaceable(self.mesh_view.look().staying):
+                    self._handed_on.clear()
+                    await self._handed_on.wait()
         except TimeoutError:
-            log.info("still a witness of some jobs; their groups continue without this node")
+            log.info("still a witness or the last host of some jobs; their groups continue without this node")
         await self._message_sender.flush(1.0)
 
     async def report(self, job: bytes, event: RunnerEvent) -> None:
@@ -534,7 +537,7 @@ class JobService:
                 changed.update((record.job, None) for record in step.records)
             else:
                 self._perform(step.job, step.role, step)
-                if isinstance(step.effect, Committed | StateChanged | Ended):
+                if isinstance(step.effect, Committed | StateChanged | Left | Ended):
                     changed[step.job] = None
         for job, report in self.event_log.unreported():
             for node in self._group(job):
@@ -545,7 +548,7 @@ class JobService:
 
     async def _save(self, records: Sequence[WitnessRecord]) -> None:
         await self._journal.save_witness_records(records)
-        self._witness_record_saved.set()
+        self._handed_on.set()
         for record in records:
             if record.reconfiguration:
                 self.status_gossip.publish_recovery(record.job, record.reconfiguration)
@@ -580,25 +583,32 @@ class JobService:
                 note(job, "decision", decision.words, target=decision.chosen, decision=decision)
             case Concluded(outcome=outcome):
                 note(job, "end", outcome.detail, new=outcome.kind)
+            case Left(reason=reason):
+                self._leave(job, reason)
             case Ended(reason=reason):
-                note(job, "attempt", reason)
-                self._end(job, role, reason)
+                self._leave(job, reason)
+                self._end(job, role)
             case effect if job in self.attempts and isinstance(effect, GuestEffect):
                 if isinstance(effect, Notify):
                     self._standby_sync.stop(job)
                 self.attempts[job].perform(effect)
 
-    def _end(self, job: bytes, role: Role, reason: str) -> None:
-        self._inputs.stop_timers((job, role, name) for name in TIMERS)
-        self._standby_sync.forget(job)
-        self.own_status.forget_state(job)
-        attempt = self.attempts.pop(job, None)
-        if attempt is not None:
+    def _leave(self, job: bytes, reason: str) -> None:
+        """End what this node does for an attempt, and give its place back."""
+        if job in self.attempts:
+            self.own_status.note(job, "attempt", reason)
+            self._standby_sync.forget(job)
+            attempt = self.attempts.pop(job)
             self._hooks.attempt_ended(job, attempt, reason)
             self._save_schedules.left(attempt, reason)
             task = asyncio.create_task(self._clear(job, attempt, reason), name=f"end {format_job(job)[:8]}")
             self._endings.add(task)
             task.add_done_callback(self._endings.discard)
+
+    def _end(self, job: bytes, role: Role) -> None:
+        self._inputs.stop_timers((job, role, name) for name in TIMERS)
+        self.own_status.forget_state(job)
+        self._handed_on.set()
 
     async def _clear(self, job: bytes, attempt: Attempt, reason: str) -> None:
         try:

@@ -29,6 +29,7 @@ from mesh.consensus.effects import (
     Ended,
     Kill,
     Launch,
+    Left,
     Notify,
     RunUntil,
     SaveCheckpoint,
@@ -587,11 +588,16 @@ class JobNode(KeepingNode):
                 world.log.add(world.kernel.now, "ended", self.name, job, reason)
                 for checker in world.job_checkers:
                     checker.ended(world, self, job, reason)
-                self._allowed.pop(job, None)
-                self.attempts.discard(job)
-                if guest is not None:
-                    guest.ended = True
-                    del self.guests[job]
+                self._forget_attempt(job)
+            case Left():
+                self._forget_attempt(job)
+
+    def _forget_attempt(self, job: bytes) -> None:
+        self._allowed.pop(job, None)
+        self.attempts.discard(job)
+        guest = self.guests.pop(job, None)
+        if guest is not None:
+            guest.ended = True
 
     def save_records(self, records: Sequence[WitnessRecord], saved: Callable[[], None]) -> None:
         mode, self.crash_at_save = self.crash_at_save, ""

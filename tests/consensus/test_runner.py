@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 
+from mesh.consensus.contract import VACATED
 from mesh.consensus.effects import (
     Abandoned,
     Committed,
@@ -13,6 +14,7 @@ from mesh.consensus.effects import (
     Ended,
     Kill,
     Launch,
+    Left,
     Notify,
     RunUntil,
     SaveCheckpoint,
@@ -160,7 +162,7 @@ def test_lost_checkpoint_is_abandoned_for_its_predecessor_then_for_the_beginning
     record = stored_twice()
     world, effects = fails_to_fetch(record, 300.0, "lost", here=False)
     after = records(world)[0]
-    assert kinds(effects) == [Abandoned, Ended] and after.commit == record.predecessor
+    assert kinds(effects) == [Left, Abandoned, Ended] and after.commit == record.predecessor
     assert after.abandoned == record.commit and not after.attempts[-1].fault
     assert after.next_commit == (3, after.commit.manifest if after.commit is not None else None), "J3"
     (told,) = [effect for effect in effects if isinstance(effect, Abandoned)]
@@ -178,7 +180,7 @@ def test_job_waits_for_away_nodes_as_long_as_the_work_takes_again(here: bool) ->
     assert patience == pytest.approx(100.0 if here else record.ran_s, abs=10.0)
     world, effects = fails_to_fetch(record, 300.0, "away", here)
     waiting = records(world)[0]
-    assert kinds(effects) == [Ended] and waiting.commit == record.commit and waiting.attempts[-1].fault
+    assert kinds(effects) == [Left, Ended] and waiting.commit == record.commit and waiting.attempts[-1].fault
     world, effects = fails_to_fetch(waiting, 300.0 + patience - 1, "away", here)
     waiting = records(world)[0]
     assert waiting.commit == record.commit and waiting.unfetched_unix_ms == 300_000
@@ -206,7 +208,7 @@ def test_fallback_counts_only_once_a_majority_holds_it() -> None:
     world = RunnerWorld(make_spec(), make_start(term=2, record=record))
     world.begin()
     world.silent = {A, B}
-    assert kinds(world.tell(GuestFailed("gone", elsewhere=True, unfetched="lost"))) == []
+    assert kinds(world.tell(GuestFailed("gone", elsewhere=True, unfetched="lost"))) == [Left]
     assert world.witnesses[A].witness_record.record.commit == record.commit
     world.silent = set()
     assert kinds(world.timer("renew")) == [Abandoned, Ended]
@@ -297,7 +299,7 @@ def test_notice_before_the_start_releases_the_lease_or_kills_the_guest() -> None
     world.silent = {A, B, C}
     world.begin()
     world.silent = set()
-    assert kinds(world.tell(VacateWanted(5.0, "the owner"))) == [Ended]
+    assert kinds(world.tell(VacateWanted(5.0, "the owner"))) == [Left, Ended]
     late = RunnerWorld()
     late.begin()
     assert kinds(late.tell(VacateWanted(5.0, "the owner"))) == [Kill], (
@@ -483,8 +485,11 @@ def test_attempt_ends_only_once_its_release_is_decided() -> None:
     world.timer("renew")
     number = world.runner._proposer._round
     world.tell(VacateWanted(9.0, "the owner"))
-    world.tell(exited(143))
-    assert world.runner.state == "releasing"
+    assert world.runner.has_place
+    assert [effect for effect in world.tell(exited(143)) if isinstance(effect, Left | Ended)] == [
+        Left(VACATED + "the owner")
+    ], "its node has its place back, whoever answers"
+    assert world.runner.state == "releasing" and not world.runner.has_place
     assert Ended not in kinds(accepts_round(world, number)), "an earlier round"
     assert not world.runner.holds_lease(world.now), "which gives no lease back"
     assert Ended in kinds(accepts_round(world, number + 1))
@@ -644,7 +649,7 @@ def test_failure_without_a_retry_left_ends_the_job(code: int, budget: int) -> No
 def test_only_named_exit_codes_are_retried(code: int, forgiven: bool) -> None:
     world = running(error_budget=1, retry_codes=(9, 127), checkpointing=None)
     effects = world.tell(exited(code))
-    assert kinds(effects) == ([Ended] if forgiven else [SaveResult])
+    assert kinds(effects) == ([Left, Ended] if forgiven else [SaveResult])
 
 
 def test_node_where_the_job_failed_is_avoided_for_ever_longer() -> None:
@@ -676,7 +681,7 @@ def test_guest_start_failure_ends_the_attempt(elsewhere: bool) -> None:
     world.begin()
     effects = world.tell(GuestFailed("no such image", elsewhere=elsewhere))
     if elsewhere:
-        assert kinds(effects) == [Ended] and records(world)[0].attempts[-1].fault
+        assert kinds(effects) == [Left, Ended] and records(world)[0].attempts[-1].fault
     else:
         assert kinds(effects) == [SaveResult]
         world.tell(RESULT)

@@ -14,10 +14,10 @@ import pytest
 
 from ckptstore.store import Store
 from membership.identity import Identity
-from mesh.consensus.effects import Ended, SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
+from mesh.consensus.effects import Ended, Left, SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
 from mesh.consensus.messages import Accept, Cancel, Enlist, encode_message
 from mesh.consensus.participant import STILL_ENDING, Directed
-from mesh.consensus.reports import GuestStarted
+from mesh.consensus.reports import GuestStarted, VacateWanted
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
 from mesh.jobs.environments import Environments
@@ -27,7 +27,7 @@ from mesh.jobs.message_sender import MessageSender
 from mesh.jobs.service import JobService
 from mesh.journal import Journal, JournalError
 from mesh.model.record import Config, JobRecord, Voter
-from tests.consensus.worlds import JOB, SPEC_BYTES, B, make_spec
+from tests.consensus.worlds import JOB, SPEC_BYTES, B, RunnerWorld, make_spec
 
 WAIT_S = 10.0
 
@@ -227,6 +227,35 @@ async def test_next_attempt_waits_until_the_end_of_the_last_one_is_performed(job
     assert jobs._admit(JOB, make_spec(), order) == STILL_ENDING
     jobs._perform(JOB, "member", Directed(JOB, "member", Ended("its runner is gone")))
     assert jobs._admit(JOB, make_spec(), order) == "full"
+
+
+async def test_place_is_free_while_no_majority_takes_the_release(jobs: JobService) -> None:
+    """Regression (simulator seed 1121189): two of three witnesses were lost, and the host's place with them."""
+    released = list[bytes]()
+    jobs._inventory = SimpleNamespace(release=released.append)  # type: ignore[assignment]
+    jobs._hooks = msgspec.structs.replace(jobs._hooks, attempt_ended=lambda *ended: None)
+    jobs._save_schedules = SimpleNamespace(left=lambda *left: None)  # type: ignore[assignment]
+    jobs.attempts[JOB] = Removed()  # type: ignore[assignment]
+    releasing = RunnerWorld()
+    releasing.silent = set(releasing.witnesses)
+    jobs.participant.runners[JOB] = releasing.runner
+    assert jobs.participant.hosted == [JOB]
+    for effect in [*releasing.begin(), *releasing.tell(VacateWanted(0.0, "the owner"))]:
+        if isinstance(effect, Left):
+            jobs._perform(JOB, "runner", Directed(JOB, "runner", effect))
+    await asyncio.gather(*jobs._endings)
+    assert released == [JOB] and jobs.participant.hosted == []
+
+    staying: Any = SimpleNamespace(staying=frozenset())
+    jobs.mesh_view.look = lambda: staying  # type: ignore[method-assign]
+    leaving = asyncio.create_task(jobs.hand_over(WAIT_S))
+    await asyncio.sleep(0)
+    assert not leaving.done(), "a node that leaves waits for a majority to take the release"
+    del jobs.participant.runners[JOB]
+    jobs._perform(JOB, "runner", Directed(JOB, "runner", Ended("the owner")))
+    async with asyncio.timeout(WAIT_S):
+        await leaving
+    assert released == [JOB]
 
 
 async def test_node_without_a_vote_asks_before_it_joins(jobs: JobService) -> None:
