@@ -617,7 +617,7 @@ class JobNode(KeepingNode):
                 self.keep(witness_record)
         if result != "saved":
             self.save_failed(saved)
-        elif mode:
+        elif mode and not self.world.healed:  # nothing would start it again
             self.crash()
         else:
             saved()
