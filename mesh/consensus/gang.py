@@ -25,7 +25,7 @@ from mesh.consensus.messages import (
     RunGranted,
 )
 from mesh.consensus.view import Instant, Timer, TimerTokens
-from mesh.consensus.witness import RATE_BOUND
+from mesh.consensus.witness import HELD_SHARE
 from mesh.model.record import JobRecord
 from mesh.model.spec import JobSpec
 
@@ -249,7 +249,7 @@ class GangMember:
             return []
         self._heard_at = at.now
         left_s = message.left_s if math.isfinite(message.left_s) else 0.0
-        until = asked_at + min(left_s, self.spec.lease_s) * (1 - RATE_BOUND)
+        until = asked_at + min(left_s, self.spec.lease_s) * HELD_SHARE
         if until <= max(self.until, at.now):
             return []  # the answer came too late
         self.until = until

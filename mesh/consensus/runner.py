@@ -74,7 +74,7 @@ from mesh.consensus.reports import (
     VacateWanted,
 )
 from mesh.consensus.view import Instant, Timer, TimerTokens, View
-from mesh.consensus.witness import RATE_BOUND
+from mesh.consensus.witness import HELD_SHARE
 from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, OutcomeKind, Voter
 from mesh.model.spec import JobSpec
 from placement.preemption import RunningJob
@@ -231,7 +231,7 @@ class Runner:
         if joint and not self._proposer.config.previous:
             effects += self._propose(at)  # the new group learns that it decides alone
         if self._proposer.holder is not None and decided.sent_at >= self._counts_from:
-            until = decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND)
+            until = decided.sent_at + self.spec.lease_s * HELD_SHARE
             if until > self.lease_until:
                 self.lease_until = until
                 effects += [self._timer("lease", until), self._allow()]

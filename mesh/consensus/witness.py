@@ -9,9 +9,9 @@ Rules, in the order of the checks:
 5. Once a majority is known to hold an outcome, nothing changes. An outcome that is only accepted may still be replaced under
    a higher term, as any value of Paxos that is not chosen.
 
-A lease runs `lease_s * (1 + RATE_BOUND)` from the *receipt* of the acceptance; its holder counts `lease_s * (1 - RATE_BOUND)`
-from the *sending* of the request. So at most one node believes that it holds the lease, as long as clock rates differ by less
-than RATE_BOUND (docs/explanation/job-invariants.md, J1).
+A lease runs `lease_s` from the *receipt* of the acceptance; its holder counts `lease_s * HELD_SHARE` from the *sending* of the
+request. So at most one node believes that it holds the lease, as long as no clock runs faster than another by a factor of
+`1 / HELD_SHARE` (docs/explanation/job-invariants.md, J1).
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from mesh.consensus.messages import (
 from mesh.model.record import Config, JobRecord, Outcome
 from mesh.model.spec import JobSpec
 
-RATE_BOUND = 0.05  # a hundred times the worst quartz drift with NTP slewing (500 ppm)
+HELD_SHARE = 0.9  # a hundred times the worst quartz drift with NTP slewing (500 ppm on either side)
 
 
 class Witness:
@@ -68,7 +68,7 @@ class Witness:
         """Restore a record after a restart. The lease clock is not on disk, so a lease that may still run gets its full
         length again.
         """
-        lease_until = now + spec.lease_s * (1 + RATE_BOUND) if witness_record.holder is not None else 0.0
+        lease_until = now + spec.lease_s if witness_record.holder is not None else 0.0
         return cls(witness_record, spec, lease_until)
 
     @property
@@ -203,7 +203,7 @@ class Witness:
             owner=owner,
         )
         effects: list[Effect] = [saved] if saved.witness_record != witness_record else []
-        self.lease_until = now + self.spec.lease_s * (1 + RATE_BOUND)
+        self.lease_until = now + self.spec.lease_s
         answer = Accepted(
             job=witness_record.job,
             term=message.term,

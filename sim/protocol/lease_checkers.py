@@ -13,7 +13,7 @@ from mesh.consensus.messages import Accept, Accepted, AnyMessage, Promised
 from mesh.model.record import Config, Outcome, Voter
 from sim.protocol.jobs import JobChecker, JobNode, JobsWorld, decides
 
-HELD = 0.95  # of a lease's length, counted by its holder from sending
+HELD = 0.9  # of a lease's length, counted by its holder from sending
 DRIFT = 0.02  # of a member's clock against its runner's, at most
 
 

@@ -22,7 +22,7 @@ from mesh.consensus.participant import on_member_report
 from mesh.consensus.reports import CancelWanted, GuestExited, GuestStarted, ResultStored, VacateWanted
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
-from mesh.consensus.witness import RATE_BOUND
+from mesh.consensus.witness import HELD_SHARE
 from mesh.model.record import JobRecord
 from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_start, make_view
 
@@ -193,7 +193,7 @@ class TestMember:
         member = MemberState()
         ((_, asked),) = says(member.begin(1.0), ExtendRun)
         (allowed,) = member.run(asked.round, 10.0, now=8.0)  # type: ignore[union-attr]
-        assert allowed == RunUntil(1.0 + 10.0 * (1 - RATE_BOUND))
+        assert allowed == RunUntil(1.0 + 10.0 * HELD_SHARE)
         assert member.run(asked.round, 99.0, now=8.0) == [], "one answer to one question"  # type: ignore[union-attr]
 
     def test_time_is_over_when_its_clock_has_stood_still(self) -> None:

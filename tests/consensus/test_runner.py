@@ -45,7 +45,7 @@ from mesh.consensus.reports import (
 )
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer
-from mesh.consensus.witness import RATE_BOUND
+from mesh.consensus.witness import HELD_SHARE
 from mesh.model.record import Attempt, Commit, Config, JobRecord, avoided, shunned
 from mesh.model.spec import HomePolicy
 from tests.consensus.worlds import (
@@ -442,7 +442,7 @@ def test_lease_counts_from_the_question_less_a_margin() -> None:
     accepted = Accepted(job=JOB, term=1, disk=DISK, round=1)
     runner.on_accepted(A, accepted, at(9.0))
     effects = runner.on_accepted(B, accepted, at(9.0))
-    until = 1.0 + spec.lease_s * (1 - RATE_BOUND)
+    until = 1.0 + spec.lease_s * HELD_SHARE
     assert runner.lease_until == until and RunUntil(until) in effects
 
 
@@ -500,6 +500,13 @@ def test_nothing_is_saved_beside_the_result() -> None:
     world.tell(exited(0))
     assert SaveResult in kinds(world.tell(CheckpointStored(None, (), None)))
     assert world.tell(CheckpointFound()) == []
+
+
+def test_holder_stops_before_its_witnesses_when_its_clock_is_a_tenth_slower() -> None:
+    world = running(checkpointing=None)
+    asked_at = 0.0
+    for witness in world.witnesses.values():
+        assert asked_at < world.runner.lease_until / 0.95 <= witness.lease_until / 1.05
 
 
 def test_lease_is_over_from_its_release_on() -> None:

@@ -13,7 +13,7 @@ from mesh.consensus.effects import Effect, SaveWitnessRecord, Send, WitnessRecor
 from mesh.consensus.messages import Accept, Accepted, Cancel, Closed, Prepare, PreVote, Promised, Refused, Released
 from mesh.consensus.participant import Directed, Participant, Rules
 from mesh.consensus.proposer import Decided, Fenced, Proposer
-from mesh.consensus.witness import RATE_BOUND, Witness, unknown_job
+from mesh.consensus.witness import HELD_SHARE, Witness, unknown_job
 from mesh.model.record import Attempt, Config, JobRecord, Outcome, Voter
 from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_witness, voters
 
@@ -52,7 +52,7 @@ def test_witness_promises_no_term_while_a_lease_runs() -> None:
     refused = answer(witness.handle(B, Prepare(job=JOB, term=2), 110.0))
     assert isinstance(refused, Refused) and 5.0 <= refused.lease_left_s <= 6.0
     assert isinstance(answer(witness.handle(E, accept(9, E), 110.0)), Refused)
-    after = 100.0 + witness.spec.lease_s * (1 + RATE_BOUND)
+    after = 100.0 + witness.spec.lease_s
     assert isinstance(answer(witness.handle(B, Prepare(job=JOB, term=2), after)), Promised)
 
 
@@ -68,7 +68,7 @@ def test_unchanged_renewal_writes_nothing() -> None:
     witness.handle(D, accept(1, D), 0.0)
     effects = witness.handle(D, accept(1, D), 5.0)
     assert not any(isinstance(effect, SaveWitnessRecord) for effect in effects)
-    assert witness.lease_until == 5.0 + witness.spec.lease_s * (1 + RATE_BOUND)
+    assert witness.lease_until == 5.0 + witness.spec.lease_s
 
 
 def test_lease_is_granted_only_to_its_sender() -> None:
@@ -184,7 +184,7 @@ def test_restored_lease_gets_its_full_length_again() -> None:
     witness = make_witness()
     witness.handle(D, accept(1, D), 0.0)
     again = Witness.restored(witness.witness_record, witness.spec, 500.0)
-    assert again.lease_left_s(500.0) == witness.spec.lease_s * (1 + RATE_BOUND)
+    assert again.lease_left_s(500.0) == witness.spec.lease_s
 
 
 def test_unknown_job_asks_for_its_spec() -> None:
@@ -282,7 +282,7 @@ class Adversary(RuleBasedStateMachine):
             decided = client.proposer.on_accepted(source, message)
             if isinstance(decided, Decided):
                 self.decided.append((client.term, decided.record))
-                client.lease_until = max(client.lease_until, decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND))
+                client.lease_until = max(client.lease_until, decided.sent_at + self.spec.lease_s * HELD_SHARE)
         elif isinstance(message, Refused) and message.needs_spec and client.proposer is None:
             if (
                 Voter(source, message.disk) in GROUP.everyone
