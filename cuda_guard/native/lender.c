@@ -113,10 +113,17 @@ bool lend_memory(struct arbiter *arbiter) {
   return lacks;
 }
 
+/* True if the jobs have more than the device: one that came back does not fit until others give back what was lent to them. */
+static bool is_overfull(const struct arbiter *arbiter) {
+  int64_t left = arbiter->memory;
+  for (uint32_t i = 0; i < arbiter->count && left >= 0; i++) left -= claim(&arbiter->contenders[i]);
+  return can_be_lent(arbiter) && left < 0;
+}
+
 bool lend_away(struct arbiter *arbiter, struct contender *contender, bool away) {
   contender->is_away = away;
   (void)lend_memory(arbiter);
-  bool fits = away || held(contender) <= limit_of(contender);
+  bool fits = away || (held(contender) <= limit_of(contender) && !is_overfull(arbiter));
   if (fits) return true;
   contender->is_away = true;
   (void)lend_memory(arbiter);

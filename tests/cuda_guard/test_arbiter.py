@@ -360,6 +360,12 @@ def test_allowance_is_exact(built: Libraries, share: int, changes: list[tuple[in
         assert page.uses[0].spent_ns == spent
 
 
+def test_job_without_a_share_never_pays_its_debt(built: Libraries) -> None:
+    native, policy, page = load(built.host), PolicyPage(), JobPage()
+    policy.allowances[0].rates[0].t0_ns, page.uses[0].spent_ns = START, 1
+    assert native.host_wait(ctypes.addressof(policy), ctypes.addressof(page), 0, START + 3600 * 1000 * MS) == 2**63 - 1
+
+
 def test_policy_with_too_many_devices_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at most"):
         Pages.create(tmp_path, (Quota("GPU-00000000-0000-0000-0000-000000000001"),) * 17, Path("/a"), Path("/b"), 0)

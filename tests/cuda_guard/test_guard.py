@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from cuda_guard.guard import PAGES_AT, PRELOAD_AT, GuardedJob
-from cuda_guard.page import Quota
+from cuda_guard.host import Host
+from cuda_guard.page import Pages, Quota
 from tests.cuda_guard.conftest import device_uuid
 from tests.cuda_guard.guests import Bench
 
@@ -41,6 +42,23 @@ def test_job_returns_to_all_its_devices_or_to_none() -> None:
     rooms: Any = Rooms()
     job = GuardedJob(Any, (), (0, 1), Any, rooms)  # type: ignore[arg-type]
     assert not job.reserve_memory() and rooms.away_from == {0, 1}
+
+
+def test_job_that_cannot_join_all_its_devices_joins_none(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, joined = make_bench(devices=2), list[int]()
+
+    def join(self: Host, pages: Pages, place: int, *given: object) -> None:
+        if place == 1:
+            raise OSError("too many jobs share device 1")
+        joined.append(place)
+
+    monkeypatch.setattr(Host, "join", join)
+    monkeypatch.setattr(Host, "leave", lambda self, pages: joined.clear())
+    with pytest.raises(OSError, match="too many jobs"):
+        bench.job()
+    assert joined == [] and not list(bench.guard._directory.iterdir())
 
 
 def test_pages_of_an_ended_job_are_removed(make_bench: Callable[..., Bench]) -> None:

@@ -1,6 +1,7 @@
 """The counter of a job's memory: never above the limit in races, and exact again after a kill at any point."""
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import random
@@ -20,6 +21,7 @@ from cuda_guard.page import DEVICES, SLOTS, UNIT, Pages
 pytestmark = pytest.mark.cc
 
 LIMIT = 1000
+LOCKS = 1 << 20  # offset of the lock of slot 0 in the page's file; the byte before it is the sweeper's
 CRASH_POINTS = range(1, 10)
 fork = multiprocessing.get_context("fork")
 
@@ -146,6 +148,50 @@ def test_processes_beyond_the_slots_are_refused_until_one_ends(
     slot = native.ledger_claim(job, pages.job_file, os.getpid())
     assert slot > 0, "dead processes are swept when all slots are taken"
     assert sum(1 for n in range(SLOTS) if pages.job.table[n].pid) == 1
+
+
+def test_counter_forged_by_the_job_never_falls_below_nothing(
+    built: Libraries, make_pages: Callable[..., Pages]
+) -> None:
+    pages = make_pages()
+    native, job = load(built.host), address(pages.job)
+    slot = native.ledger_claim(job, pages.job_file, os.getpid())
+    assert native.ledger_change(job, slot, 0, 10, LIMIT)
+    pages.job.uses[0].memory = 3 << 26
+    assert native.ledger_change(job, slot, 0, -10, LIMIT) and native.ledger_used(job, 0) == 0
+
+
+def test_slot_of_a_dead_process_is_free_only_once_it_is_swept(
+    built: Libraries, make_pages: Callable[..., Pages]
+) -> None:
+    """Its charges would pass to the new process."""
+    pages = make_pages()
+    native, job = load(built.host), address(pages.job)
+    pages.job.table[5].pid = 1
+    assert not native.ledger_claim_slot(job, pages.job_file, 5, os.getpid())
+    assert native.ledger_sweep(job, pages.job_file, -1) == 1
+    assert native.ledger_claim_slot(job, pages.job_file, 5, os.getpid())
+
+
+def test_only_one_process_sweeps_at_a_time(built: Libraries, make_pages: Callable[..., Pages]) -> None:
+    pages = make_pages()
+    native, job = load(built.host), address(pages.job)
+    pages.job.table[5].pid = 1
+    ready, done = fork.Event(), fork.Event()
+
+    def sweep_slowly() -> None:
+        with Path(pages.directory / "job").open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, LOCKS - 1)
+            ready.set()
+            done.wait()
+
+    other = fork.Process(target=sweep_slowly, daemon=True)
+    other.start()
+    ready.wait()
+    assert native.ledger_sweep(job, pages.job_file, -1) == -1 and pages.job.table[5].pid == 1
+    done.set()
+    other.join()
+    assert native.ledger_sweep(job, pages.job_file, -1) == 1
 
 
 changes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, DEVICES - 1), st.integers(-LIMIT, LIMIT)), max_size=60)

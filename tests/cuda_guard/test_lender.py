@@ -182,6 +182,46 @@ def test_every_guarantee_is_available_whatever_is_lent(built: Libraries) -> None
     )
 
 
+def shared_by(tenants: list[Tenant], memory: int, most: int) -> Arbiter:
+    arbiter = Arbiter(0, -1, -1, 900_000, 10, 1, 100, 0, TOTAL, 0)
+    for contender, tenant in zip(arbiter.contenders, tenants, strict=False):
+        contender.policy, contender.job = ctypes.addressof(tenant.policy), ctypes.addressof(tenant.page)
+        contender.memory, contender.memory_most = memory, most
+    arbiter.count = len(tenants)
+    return arbiter
+
+
+def test_page_that_claims_too_much_takes_nothing_from_others(built: Libraries) -> None:
+    native, tenants = load(built.host), [Tenant(), Tenant()]
+    arbiter = shared_by(tenants, 400 * MIB, 400 * MIB)
+    tenants[0].page.uses[0].memory = (1 << 64) - 1
+    native.lend_memory(ctypes.byref(arbiter))
+    assert [tenant.limit for tenant in tenants] == [400 * MIB, 400 * MIB]
+
+
+def test_memory_lent_to_a_suspended_job_is_lent_to_others(built: Libraries) -> None:
+    native, tenants = load(built.host), [Tenant(), Tenant()]
+    arbiter = shared_by(tenants, 100 * MIB, TOTAL)
+    native.lend_memory(ctypes.byref(arbiter))
+    lent = tenants[0].limit
+    assert native.ledger_change(ctypes.addressof(tenants[0].page), 1, 0, lent // UNIT, lent // UNIT)
+    assert native.lend_away(ctypes.byref(arbiter), ctypes.byref(arbiter.contenders[0]), True)
+    assert [tenant.limit for tenant in tenants] == [100 * MIB, 800 * MIB]
+
+
+def test_job_stays_suspended_while_others_use_the_memory_that_it_had(built: Libraries) -> None:
+    native, tenants = load(built.host), [Tenant(), Tenant()]
+    arbiter = shared_by(tenants, 100 * MIB, TOTAL)
+    native.lend_memory(ctypes.byref(arbiter))
+    for tenant in tenants:
+        if tenant is tenants[1]:
+            assert native.lend_away(ctypes.byref(arbiter), ctypes.byref(arbiter.contenders[0]), True)
+        limit = tenant.limit // UNIT
+        assert native.ledger_change(ctypes.addressof(tenant.page), 1, 0, limit, limit)
+    assert not native.lend_away(ctypes.byref(arbiter), ctypes.byref(arbiter.contenders[0]), False)
+    assert arbiter.contenders[0].is_away and sum(tenant.limit for tenant in tenants) <= CAP
+
+
 def test_borrower_sees_and_is_held_to_its_current_limit(make_bench: Callable[..., Bench]) -> None:
     """With the real shim: it uses memory without a guarantee, and is refused at once when a guarantee needs it."""
     machine = make_bench(memory=4000 * MIB)

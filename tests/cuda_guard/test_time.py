@@ -5,10 +5,12 @@ Bounds are wide, for slow machines; `make bench-guard` measures the precision.
 
 import ctypes
 import os
+import platform
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.cuda_guard.guests import Bench, Guest
 from tests.fake.client import Driver
 
 UNMATCHED = 903  # CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+FUTEX = {"x86_64": "202", "aarch64": "98"}  # number of the system call
 
 pytestmark = pytest.mark.cc
 
@@ -213,6 +216,10 @@ def test_nothing_starts_at_a_closed_gate_and_work_in_flight_ends_soon(runners: R
     until(lambda: world.executed_ns(guest.pid) > done + 10e6, "it to go on")
 
 
+def waits_in_futex(pid: int) -> bool:
+    return Path(f"/proc/{pid}/syscall").read_text().split()[0] == FUTEX[platform.machine()]
+
+
 def test_copies_wait_at_the_gate_and_signals_do_not_open_it(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job()
@@ -231,6 +238,7 @@ def test_copies_wait_at_the_gate_and_signals_do_not_open_it(make_bench: Callable
     os.read(reading, 1)
     job.set_gate(closed=True)
     for _ in range(20):
+        until(lambda: waits_in_futex(guest.pid) or machine.world.calls("cuMemcpyHtoD_v2"), "the guest to wait")
         guest.kill(signal.SIGUSR1)
         time.sleep(0.005)
     assert machine.world.calls("cuMemcpyHtoD_v2") == 0
