@@ -185,12 +185,13 @@ def test_only_one_process_sweeps_at_a_time(built: Libraries, make_pages: Callabl
             ready.set()
             done.wait()
 
-    other = fork.Process(target=sweep_slowly, daemon=True)
+    other = fork.Process(target=sweep_slowly)
     other.start()
     ready.wait()
-    assert native.ledger_sweep(job, pages.job_file, -1) == -1 and pages.job.table[5].pid == 1
+    swept = native.ledger_sweep(job, pages.job_file, -1)
     done.set()
     other.join()
+    assert swept == -1 and pages.job.table[5].pid == 1
     assert native.ledger_sweep(job, pages.job_file, -1) == 1
 
 
