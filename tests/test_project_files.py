@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,37 @@ def test_precommit_hooks_are_the_linters_of_make_lint() -> None:
         r"entry: \.venv/bin/([a-z-]+(?: (?:check|format))?)", (ROOT / ".pre-commit-config.yaml").read_text()
     )
     assert linters and hooks == linters
+
+
+BUILD = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+from mesh.cli.debug import completion_script
+from mesh.cli.manual import page
+from mesh.daemon.systemd import template
+print(len(page()), *[len(completion_script(shell)) for shell in ("bash", "zsh", "fish")], len(template()))
+"""
+
+
+def test_wheel_is_built_with_what_the_build_requires() -> None:
+    """A build has its requirements alone, and makes the manual page and the completions of the commands (mesh/packaging.py)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = [
+        {canonicalize_name(Requirement(line).name) for line in lines}
+        for lines in (project["build-system"]["requires"], project["project"]["dependencies"])
+    ]
+    absent = {
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if {canonicalize_name(owner) for owner in owners} & (names[1] - names[0])
+    }
+    assert {"blake3", "aiohttp"} <= absent and not absent & {"click", "msgspec", "nacl"}
+    done = subprocess.run([sys.executable, "-c", BUILD, *absent], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and all(map(int, done.stdout.split())), done.stderr
 
 
 @pytest.fixture

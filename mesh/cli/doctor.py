@@ -30,6 +30,7 @@ from mesh.util.text import plural
 State = Literal["ok", "warn", "fail"]
 MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353
 MULTICAST_WAIT_S = 1.0
+DISK_RATE = "disk rate"  # a limit as engines name it
 LOW_DISK = 2 << 30  # a checkpoint of a small model (own choice)
 
 
@@ -71,6 +72,7 @@ class Facts(msgspec.Struct, frozen=True):
     multicast: dict[str, str] = {}  # the problem of each interface's address, "" if there is none
     now_unix: float = 0.0
     free_bytes: int | None = None  # on the disk of the state directory
+    limits_disk: bool = False  # the owner set `max_disk_mib_s`
 
 
 @click.command()
@@ -134,6 +136,7 @@ def examine(where: Layout, get: Any) -> Facts:
         multicast=_multicast(settings) if settings.mdns else {},
         now_unix=time.time(),
         free_bytes=_free(where),
+        limits_disk=settings.max_disk_mib_s is not None,
     )
 
 
@@ -281,6 +284,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
         engines = facts.status["engines"]
         for name, engine in engines.items():
             yield _engine(name, engine)
+            yield from _limits(name, engine, facts.limits_disk)
         for name in engines:
             if name == "docker" and engines[name]["ok"]:
                 yield ok("system checkpoints", system_text(engines[name]["system"]))  # no node must offer them
@@ -467,6 +471,13 @@ def _edge(facts: Facts) -> Iterator[Finding]:
     elif facts.left:
         text = f"a killed daemon left on this machine: {facts.left}"
         yield warn("leftovers", text, "`mesh up` reuses it; `mesh down` removes it")
+
+
+def _limits(name: str, engine: dict[str, Any], limits_disk: bool) -> Iterator[Finding]:
+    """Warn about limits that this engine cannot set for a guest as a whole. That of the disk's rate is only for who wants it."""
+    missing = [limit for limit in engine["unlimited"] if limit != DISK_RATE or limits_disk]
+    if engine["ok"] and missing:
+        yield warn(f"limits of {name}", f"none of {', '.join(missing)} for a guest as a whole", engine["limits_by"])
 
 
 def _engine(name: str, engine: dict[str, Any]) -> Finding:

@@ -22,8 +22,6 @@ from mesh.cli.output import print_json, say
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import client, json_option, layout
 from mesh.daemon.layout import Layout
-from mesh.jobs.secret_vault import SecretVault
-from mesh.model.secrets import SecretError
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.redaction import redacted, spellings
 from mesh.util.text import plural
@@ -100,6 +98,8 @@ def dump(ctx: click.Context, output: str | None, as_json: bool) -> None:
 
 def secrets_of(where: Layout) -> tuple[list[bytes], list[str]]:
     """Return every secret in this state directory, as bytes, and why some could not be read."""
+    from mesh.model.secrets import SecretError
+
     found: list[bytes] = []
     problems: list[str] = []
     try:
@@ -133,6 +133,8 @@ def _job_secrets(where: Layout) -> list[bytes]:
     """Return the values of `mesh secret`, should a job have printed one."""
     if not where.secrets.is_dir():
         return []
+    from mesh.jobs.secret_vault import SecretVault
+
     vault = SecretVault(where.secrets, Identity.load(where.key))
     return vault.values([(kept.name, "/") for kept in vault.all()])
 

@@ -9,6 +9,7 @@ import click
 from mesh.api.no_daemon import NoDaemon
 from mesh.cli.listing import listing, show, show_answer, watch_option
 from mesh.cli.output import print_json, say, table
+from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout
 from mesh.daemon.launcher import daemon_command, start_daemon, wait_ready
 from mesh.util.errors import ConfigError, MeshError
@@ -70,7 +71,8 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
         if foreground:
             command = daemon_command(where, overrides)
             os.execv(command[0], command)
-        status = wait_ready(where, start_daemon(where, overrides))
+        with waiting_for("the daemon to answer"):
+            status = wait_ready(where, start_daemon(where, overrides))
     except ConfigError as error:
         raise MeshError(str(error)) from error
     except OSError as error:

@@ -68,6 +68,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_pids: int = 4096  # processes and threads of one job
     shm_gib: float | None = None  # /dev/shm of one job; default: half of its memory
     max_disk_gib: float | None = None  # disk of one job; default: half of what is free when it starts
+    max_disk_mib_s: float | None = None  # rate of one job's reads, and of its writes, on the disk of its directories
     max_log_gib: float = 1.0  # log of one attempt; further output is dropped
     egress: Literal["none", "campus", "list"] = "none"  # networks that containers may reach
     egress_allow: tuple[str, ...] = ()  # networks for `egress = "list"`
@@ -211,7 +212,7 @@ def _check_data(path: Path, data: Mapping[str, str]) -> None:
 
 
 def _check_ceilings(path: Path, settings: Settings) -> None:
-    for label in ("max_memory_gib", "max_cpus", "shm_gib", "max_disk_gib", "max_log_gib"):
+    for label in ("max_memory_gib", "max_cpus", "shm_gib", "max_disk_gib", "max_disk_mib_s", "max_log_gib"):
         ceiling = getattr(settings, label)
         if ceiling is not None and not 0.01 <= ceiling < 2**20:
             raise ConfigError(f"{path}: {label} must be a number from 0.01, not {ceiling}")
@@ -232,4 +233,5 @@ def ceilings_of(machine_mib: int, settings: Settings) -> "Ceilings":
     kept, most = max(KEPT_MIB, machine_mib // KEPT_SHARE), settings.max_memory_gib
     memory = max(1, machine_mib - kept) if most is None else min(machine_mib, int(most * GIB))
     shm, disk = (None if gib is None else int(gib * GIB) for gib in (settings.shm_gib, settings.max_disk_gib))
-    return Ceilings(memory, settings.max_pids, settings.max_cpus, shm, disk, int(settings.max_log_gib * GIB))
+    rate = None if settings.max_disk_mib_s is None else int(settings.max_disk_mib_s * 2**20)
+    return Ceilings(memory, settings.max_pids, settings.max_cpus, shm, disk, int(settings.max_log_gib * GIB), rate)

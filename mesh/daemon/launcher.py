@@ -12,7 +12,7 @@ from mesh.api.client import Client
 from mesh.daemon.layout import Layout
 from mesh.util.errors import MeshError
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 180.0  # a first start compiles every module: 80 s on an emulated machine (own measurement)
 
 
 def daemon_command(where: Layout, overrides: dict[str, Any]) -> list[str]:

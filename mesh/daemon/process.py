@@ -19,7 +19,8 @@ from membership.trust import TrustError
 from mesh.daemon.config import Settings, load_settings
 from mesh.daemon.daemon import Daemon
 from mesh.daemon.layout import Layout
-from mesh.daemon.systemd import notify, raise_file_limit
+from mesh.daemon.systemd import LEAVING_S, notify, raise_file_limit
+from mesh.execution.process import subtree
 from mesh.journal import JournalError
 from mesh.util import capabilities
 from mesh.util.errors import ConfigError, MeshError
@@ -49,6 +50,7 @@ def main() -> None:
         except BlockingIOError:
             sys.exit(f"mesh: another daemon runs with {layout.root}: `mesh status`, or `mesh down` to stop it")
         settings = load_settings(layout.config, json.loads(options.overrides))
+        subtree.claim(settings.grace_s + LEAVING_S)
         asyncio.run(_run(layout, settings))
     except BaseExceptionGroup as group:
         sys.exit(f"mesh: {_words(_first(group), layout)}")

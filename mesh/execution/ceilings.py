@@ -13,7 +13,10 @@ LOG_MIB = GIB  # output of one attempt: as much as is kept of all ended attempts
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """Limits of one guest. None: no limit. `disk_mib` covers its directories and its log together, `log_mib` the log alone."""
+    """Limits of one guest. None: no limit.
+
+    `disk_mib` covers its directories and its log together, `log_mib` the log alone; `disk_bps` is a rate (`Launch`).
+    """
 
     memory_mib: int
     pids: int = PIDS
@@ -21,6 +24,7 @@ class Ceilings(msgspec.Struct, frozen=True):
     shm_mib: int | None = None
     disk_mib: int | None = None
     log_mib: int = LOG_MIB
+    disk_bps: int | None = None
 
     def refusal(self, memory_mib: int | None, cpus: float | None) -> str:
         """Return why a job that asks for this cannot run here; empty if it can."""
@@ -34,6 +38,7 @@ class Ceilings(msgspec.Struct, frozen=True):
         """Return the launch within these limits; what it does not ask for is set to the limit if the engine `sets` it."""
         memory = self.memory_mib if launch.memory_mib is None else launch.memory_mib
         shm = memory // SHM_SHARE if self.shm_mib is None else min(memory, self.shm_mib)
+        launch = msgspec.structs.replace(launch, disk_bps=self.disk_bps)
         if not sets:
             return msgspec.structs.replace(launch, shm_mib=max(1, shm))
         cpus = self.cpus if launch.cpus is None else launch.cpus

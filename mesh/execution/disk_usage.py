@@ -1,18 +1,39 @@
-"""Disk space: how much guests have written, and reservations for system checkpoints.
+"""Disks: which one holds a directory, how much guests have written, and reservations for system checkpoints.
 
 Space is reserved before a system checkpoint is written, so that several at once are not promised the same bytes.
 """
 
+import contextlib
+import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from mesh.util import trees
 from mesh.util.byte_text import amount
 
 BLOCK = 512  # bytes of st_blocks (inode(7))
 LEFT_SHARE = 8  # guests together leave an eighth of the space that they found free (own choice)
+
+
+class Disk(NamedTuple):
+    """A whole disk, not a partition of it: its number as `io.max` takes it, and its device file."""
+
+    number: str
+    path: str
+
+
+def disk_of(path: str) -> Disk | None:
+    """Return the disk that holds a path; None if its file system is on none (a tmpfs, an overlay, a share)."""
+    device = Path(path).stat().st_dev
+    with contextlib.suppress(OSError):
+        part = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve(strict=True)
+        whole = part.parent if (part / "partition").exists() else part
+        facts = dict(line.split("=", 1) for line in (whole / "uevent").read_text().split())
+        return Disk((whole / "dev").read_text().strip(), f"/dev/{facts['DEVNAME']}")
+    return None
 
 
 class NoRoom(OSError):

@@ -61,10 +61,10 @@ class Launch(msgspec.Struct, frozen=True):
     path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from. `image` is the job's
     name for its image, `image_id` the engine's (`sha256:...`). `gpus` are the portions that the guest holds; it may use up to
     `gpu_share_limit` per cent of the time and `vram_limit_mib` of the memory (0: no more than its portions). `pids` limits its
-    processes and threads; `shm_mib` limits its /dev/shm, which counts as its memory. `environment`: a Python environment that
-    the guest may read. `until`: see `Guest.allow_until`. `wanted`
-    is called now and then while the start waits; the start is given up when it returns false. `say` reports a text and its topic
-    to the user while the guest runs. `data`: what it may read and not write.
+    processes and threads; `shm_mib` limits its /dev/shm, which counts as its memory; `disk_bps` limits the bytes per second that
+    it reads from, and those that it writes to, the disk of its directories. `environment`: a Python environment that the guest
+    may read. `until`: see `Guest.allow_until`. `wanted` is called now and then while the start waits; the start is given up when
+    it returns false. `say` reports a text and its topic to the user while the guest runs. `data`: what it may read and not write.
     """
 
     job: str
@@ -91,6 +91,7 @@ class Launch(msgspec.Struct, frozen=True):
     cpus: float | None = None
     pids: int = 4096
     shm_mib: int = 64
+    disk_bps: int | None = None
     secrets: GuestSecrets = GuestSecrets()
     environment: str | None = None
     until: float = math.inf
@@ -119,13 +120,15 @@ class Availability(msgspec.Struct, frozen=True):
     """An engine's state on this machine.
 
     `detail` says why it can or cannot run; `isolation` what a guest is and is not kept from; `system` whether whole guests can
-    be saved.
+    be saved; `unlimited` what is not limited for a guest as a whole, and `limits_by` how to change that.
     """
 
     ok: bool
     detail: str
     isolation: str = ""
     system: SystemCheckpoints = NO_DUMPS
+    unlimited: tuple[str, ...] = ()
+    limits_by: str = ""
 
 
 class Guest(Protocol):

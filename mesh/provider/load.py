@@ -1,10 +1,11 @@
-"""CPU use outside the mesh: the machine's total, less that of this daemon and its guests."""
+"""CPU use and memory pressure outside the mesh: the machine's, less those of this daemon and its guests."""
 
 import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from mesh.util import cgroups
 from mesh.util.processes import descendants_of
 
 SMOOTHED_S = 10.0  # a shorter burst hardly counts (own choice)
@@ -49,3 +50,28 @@ class Load:
             return sum(int(word) for word in words[11:15]) / TICKS
         except (OSError, IndexError, ValueError):
             return 0.0
+
+
+def memory_wait(guests: Iterable[int] = ()) -> float | None:
+    """Return the share of the last ten seconds, in per cent, in which a program outside the mesh waited for memory.
+
+    It is the worst of the control groups that hold no guest ("some" of psi.rst in the documentation of Linux),
+    so a guest that waits for memory of its own is not counted. None where the kernel shows none, or cannot tell guests apart.
+    """
+    me, (_, root) = os.getpid(), cgroups.mounts().get("", ("", None))
+    if root is None:
+        return None
+    found = (cgroups.groups_of(pid).get("") for pid in {me, *descendants_of(me), *guests})
+    return _worst(root, {group for group in found if group is not None})
+
+
+def _worst(group: Path, ours: set[Path]) -> float | None:
+    if group in ours:
+        return None
+    try:
+        if not any(group in own.parents for own in ours):
+            return float((group / "memory.pressure").read_text().split("avg10=", 1)[1].split()[0])
+        inside = [_worst(Path(entry.path), ours) for entry in os.scandir(group) if entry.is_dir(follow_symlinks=False)]
+    except (OSError, IndexError, ValueError):  # it is gone, or the kernel was started with psi=0
+        return None
+    return max((share for share in inside if share is not None), default=None)

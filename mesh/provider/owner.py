@@ -23,7 +23,7 @@ from mesh.jobs.attempt import Attempt
 from mesh.jobs.service import JobService
 from mesh.provider.console import Console
 from mesh.provider.hours import DAY
-from mesh.provider.load import Load
+from mesh.provider.load import Load, memory_wait
 from mesh.provider.memory_recall import Recall
 from mesh.provider.policy import MOST_BYTES, Policy, PolicyError, never_lends, read_policy
 from mesh.provider.presence import MACHINE, Memory, Presence, Seen, Stand
@@ -64,6 +64,7 @@ class Owner:
         self.console = Console()
         self.typed_s: float | None = None
         self.load: float | None = None
+        self.memory_wait: float | None = None
         self._path, self._jobs, self._guard, self._inventory, self._reclaimer = path, jobs, guard, inventory, reclaimer
         self._memory = memory
         self._kept: tuple[Memory, ...] | None = None  # None until the memory of an earlier run is read
@@ -130,15 +131,17 @@ class Owner:
         if self._kept is None:
             await self._remember()
         now, policy = boot_s(), self.policy
-        typed_s = load = None
+        typed_s = load = waits = None
         if policy.keyboard != "off":
             typed_s = await asyncio.to_thread(self.console.look, policy.keyboard, now, time.time())
         if policy.load is not None:
-            load = await asyncio.to_thread(self._load.look, now, await self._guests())
-        self.typed_s, self.load = typed_s, load
+            guests = await self._guests()
+            load = await asyncio.to_thread(self._load.look, now, guests)
+            waits = await asyncio.to_thread(memory_wait, guests)
+        self.typed_s, self.load, self.memory_wait = typed_s, load, waits
         at, foreign = self._gpus_seen
         open_now = policy.hours.hold(local_minute(time.time()))
-        seen = Seen(foreign if now - at < STALE_S else {}, self.typed_s, self.load, open_now)
+        seen = Seen(foreign if now - at < STALE_S else {}, self.typed_s, self.load, self.memory_wait, open_now)
         before = self.stands
         self._stand(before, self._presence.step(seen, now))
         await self._keep()

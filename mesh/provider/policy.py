@@ -44,8 +44,9 @@ class Policy(msgspec.Struct, frozen=True):
     """A valid policy.
 
     `gpu`: a program of the owner on a GPU takes that GPU back, except programs named in `ignore`. `keyboard`: the input that
-    counts. `load`: cores that programs outside the mesh may use before the machine is taken back; None: not checked. `notice` and
-    `pause`: seconds of these reclaim stages; without `notice`, the node's `grace_s` applies.
+    counts. `load`: cores that programs outside the mesh may use before the machine is taken back, and `memory_wait`: per cent of
+    the time that they may wait for memory; None: not checked. `notice` and `pause`: seconds of these reclaim stages; without
+    `notice`, the node's `grace_s` applies.
     """
 
     hours: Hours = ALWAYS
@@ -53,6 +54,7 @@ class Policy(msgspec.Struct, frozen=True):
     ignore: tuple[str, ...] = ALWAYS_THERE
     keyboard: Watch = "off"
     load: float | None = None
+    memory_wait: float | None = None
     notice: float | None = None
     pause: float = 0.0
     # A short run on the GPU (is it there? how full is it?) only stops guests (own choice).
@@ -89,6 +91,7 @@ class _Keyboard(_Watched, frozen=True, forbid_unknown_fields=True):
 
 class _Load(_Watched, frozen=True, forbid_unknown_fields=True):
     above: float = 1.0
+    memory_wait: float = 10.0  # systemd-oomd ends programs at 60 (oomd.conf(5)); long before, one feels it (own choice)
 
 
 class _Reclaim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,6 +126,9 @@ def read_policy(text: str) -> Policy:
     above = None if parsed.load is None else parsed.load.above
     if above is not None and not 0 <= above < 1e6:
         raise PolicyError(f"load.above: {above:g} is not a number of cores")
+    waits = None if parsed.load is None else parsed.load.memory_wait
+    if waits is not None and not 0 < waits <= 100:
+        raise PolicyError(f"load.memory_wait: {waits:g} is not a percentage from above 0 to 100")
     try:
         hours = parse_hours(parsed.hours)
     except HoursError as error:
@@ -134,6 +140,7 @@ def read_policy(text: str) -> Policy:
         ignore=bare.ignore if parsed.gpu.ignore is None else parsed.gpu.ignore,
         keyboard="off" if parsed.keyboard is None else parsed.keyboard.watch,
         load=above,
+        memory_wait=waits,
         notice=None if reclaim.notice is None else _seconds("reclaim.notice", reclaim.notice),
         pause=bare.pause if reclaim.pause is None else _seconds("reclaim.pause", reclaim.pause),
         gpu_clocks=_clocks("gpu", parsed.gpu, bare.gpu_clocks),

@@ -30,7 +30,7 @@ Level = Literal["lend", "calm", "suspend", "vacate"]
 WORDS: dict[Source, str] = {
     "gpu": "the owner's program runs on its GPU",
     "keyboard": "its keyboard or mouse is in use",
-    "load": "the owner's programs need its processors",
+    "load": "the owner's programs need its processors or memory",
     "calendar": "its hours of lending are over",
 }
 
@@ -39,12 +39,14 @@ class Seen(msgspec.Struct, frozen=True):
     """One observation.
 
     `foreign`: for each GPU, whether a program of the owner is on it. `typed_s`: seconds since keyboard or mouse input. `load`:
-    cores used outside the mesh. None, or a missing key: not visible now.
+    cores used outside the mesh; `memory_wait`: per cent of the time in which a program there waits for memory. None, or a missing
+    key: not visible now.
     """
 
     foreign: Mapping[str, bool | None] = {}
     typed_s: float | None = None
     load: float | None = None
+    memory_wait: float | None = None
     open: bool = True  # within the hours of lending
 
 
@@ -203,8 +205,9 @@ class Presence:
             self._tell(uuid, "gpu", seen.foreign.get(uuid), now)
         typed_s = seen.typed_s
         self._tell(MACHINE, "keyboard", None if typed_s is None else typed_s < TYPING_S, now, typed_s or 0.0)
-        above = self.policy.load
-        self._tell(MACHINE, "load", None if seen.load is None or above is None else seen.load >= above, now)
+        measured = ((seen.load, self.policy.load), (seen.memory_wait, self.policy.memory_wait))
+        signs = [value >= above for value, above in measured if value is not None and above is not None]
+        self._tell(MACHINE, "load", any(signs) if signs else None, now)
         self._tell(MACHINE, "calendar", not seen.open, now)
         return self._look(now)
 

@@ -82,13 +82,14 @@ def kill_all(group: Path) -> None:
         _write(group / KILL, "1")
 
 
-def freeze(groups: Iterable[Path]) -> None:
-    """Freeze the first of these groups that can be frozen, as `docker pause` does; do nothing if none can."""
+def freeze(groups: Iterable[Path]) -> bool:
+    """Freeze the first of these groups that can be frozen, as `docker pause` does; return whether one can."""
     for file, word in ((FREEZER, "FROZEN"), (FREEZE, "1")):  # where both versions are mounted, engines use the first
         for group in groups:
             with contextlib.suppress(OSError):
                 _write(group / file, word)
-                return
+                return True
+    return False
 
 
 def thaw(group: Path) -> None:
@@ -127,9 +128,6 @@ def remove_groups(directories: tuple[str, ...]) -> None:
         left = [path for path in left if not _removed(path)]
         if left:
             time.sleep(LOOK_S)
-    for parent in {path.parent for path in map(Path, directories)}:
-        with contextlib.suppress(OSError):  # it has other groups
-            parent.rmdir()
 
 
 def _removed(path: Path) -> bool:

@@ -113,6 +113,8 @@ def lend_lines(answer: dict[str, Any]) -> list[str]:
         lines.append(f"  last typed {lasting(answer['typed_s'])} ago (seen by {', '.join(answer['typing_seen_by'])})")
     if answer["load"] is not None:
         lines.append(f"  {answer['load']:.1f} cores used by others than guests")
+    if answer.get("memory_wait") is not None:
+        lines.append(f"  others than guests wait for memory {answer['memory_wait']:.0f} % of the time")
     for gpu in answer["gpus"]:
         programs = ", ".join(f"{one['name']} ({one['pid']})" for one in gpu["programs"])
         words = f": taken back (`mesh lend --gpu {gpu['index']}`)" if gpu["withheld"] else ""

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from mesh.cli.main import cli
 from mesh.daemon.stack import LOOPBACK, Stack, StackNode
+from mesh.util import cgroups
 
 WAIT_S = 60.0
 ENDLESS = 1_000_000  # steps of 1/50 s each
@@ -204,6 +205,10 @@ def descendants(pid: int) -> list[tuple[int, str]]:
 
 
 def state_of(pid: int) -> str:
+    """Return a process's state as in `ps`: T also if its group is frozen."""
+    group = cgroups.groups_of(pid).get("")
+    if group is not None and cgroups.are_frozen((group,)):
+        return "T"
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

@@ -1,6 +1,7 @@
 """Limits of the process engine for a guest as a whole, on machines that allow control groups."""
 
 import asyncio
+import math
 import os
 import sys
 import time
@@ -12,8 +13,10 @@ import pytest
 from mesh.execution.ceilings import Ceilings
 from mesh.execution.limits import BoundedEngine
 from mesh.execution.process.engine import ProcessEngine
-from mesh.execution.process.guest_cgroup import GuestGroup, make_group, remove_groups
-from tests.execution.bench import WAIT_S, Bench, processes_with
+from mesh.execution.process.guest_cgroup import GuestGroup, make_group
+from mesh.util.cgroups import remove_groups
+from mesh.util.processes import stat_of
+from tests.execution.bench import COUNT, WAIT_S, Bench, processes_with, steps_taken, steps_when_stopped
 
 HALF = f"{sys.executable} -c 'held = bytearray(150 << 20); print(\"held\", flush=True); import time; time.sleep(60)'"
 
@@ -62,6 +65,28 @@ async def test_guest_groups_are_removed_with_guest(bench: Bench) -> None:
     assert not any(path.exists() for path in found)
 
 
+@pytest.mark.parametrize("groups", [True, False])
+async def test_expired_lease_stops_guest_until_renewed(tmp_path: Path, groups: bool) -> None:
+    """Freeze its group where there is one: no process is stopped by a signal then, which its user could undo."""
+    bench = Bench(ProcessEngine(groups=groups), tmp_path, None)
+    guest = await bench.shell(f"cat /proc/self/cgroup; sh -c '{COUNT}' & {COUNT}")
+    await bench.until_logged("0::")
+    freezes = groups and "mesh-guest-" in bench.log.partition("0::")[2]
+    if groups and not freezes:
+        pytest.skip(f"this machine lets nobody make control groups of version 2: {bench.log}")
+    guest.allow_until(0.0)
+    async with asyncio.timeout(WAIT_S):
+        while not await guest.stands_still():
+            await asyncio.sleep(0.01)
+    before = await steps_when_stopped(bench)
+    assert ("T" in {stat.state for pid in await guest.pids() if (stat := stat_of(pid))}) != freezes
+    guest.allow_until(math.inf)
+    async with asyncio.timeout(WAIT_S):
+        while steps_taken(bench) <= before:
+            await asyncio.sleep(0.01)
+    await guest.kill()
+
+
 async def test_guest_without_network_has_loopback(tmp_path: Path) -> None:
     engine = ProcessEngine(network="none")
     answer = await engine.availability()
@@ -73,6 +98,16 @@ async def test_guest_without_network_has_loopback(tmp_path: Path) -> None:
         'socket.create_connection(s.getsockname()); print("loops")\''
     )
     assert "loops" in said and [line.split(":")[0].strip() for line in said.splitlines() if ":" in line] == ["lo"]
+
+
+async def test_slow_machine_offers_the_engine_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first probe take too long: that once ended the daemon."""
+    engine = ProcessEngine()
+    with monkeypatch.context() as slow:
+        slow.setattr("mesh.execution.process.engine.START_S", 0.0)
+        answer = await engine.availability()
+    assert not answer.ok and "tried again" in answer.detail
+    assert (await engine.availability()).ok
 
 
 async def test_guest_does_not_start_without_network_isolation(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mesh.provider import load
 from mesh.provider.console import Console
-from mesh.provider.load import Load
+from mesh.provider.load import Load, memory_wait
 
 WAIT_S = 60.0
 INTERRUPTS = """           CPU0       CPU1
@@ -195,3 +196,22 @@ def test_own_process_is_not_load() -> None:
     finally:
         busy.kill()
         busy.wait()
+
+
+def test_memory_wait_counts_no_guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a tree of control groups with the files of a machine where guests wait most."""
+    waits = {"": 90, "user": 80, "user/shell": 12.5, "user/mesh": 80, "user/mesh/guest": 80, "system": 3, "docker": 70}
+    for name, share in waits.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        line = f"avg10={share:.2f} avg60=0.00 avg300=0.00 total=7"
+        (tmp_path / name / "memory.pressure").write_text(f"some {line}\nfull {line}\n")
+    own = {os.getpid(): "user/mesh", 41: "user/mesh/guest", 42: "docker"}
+    monkeypatch.setattr(load.cgroups, "mounts", lambda: {"": ("/", tmp_path)})
+    monkeypatch.setattr(load.cgroups, "groups_of", lambda pid: {"": tmp_path / own[pid]} if pid in own else {})
+    assert memory_wait([41, 42]) == 12.5 and memory_wait([41]) == 70.0
+    (tmp_path / "user/shell/memory.pressure").unlink()
+    assert memory_wait([41, 42]) == 3.0, "a group that has just gone is left out"
+    own[os.getpid()] = ""
+    assert memory_wait([41, 42]) is None, "in one group, guests and others cannot be told apart"
+    monkeypatch.setattr(load.cgroups, "mounts", dict)
+    assert memory_wait() is None

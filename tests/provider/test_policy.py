@@ -50,7 +50,9 @@ def test_docs_example_is_the_default() -> None:
     """Compare the example in docs/reference/policy.md with the default policy and all sources watched."""
     page = (Path(__file__).parents[2] / "docs" / "reference" / "policy.md").read_text()
     told = read_policy(page.partition("```toml\n")[2].partition("```")[0])
-    bare = msgspec.structs.replace(Policy(), keyboard="all", load=1.0, notice=30.0, ignore=told.ignore)
+    bare = msgspec.structs.replace(
+        Policy(), keyboard="all", load=1.0, memory_wait=10.0, notice=30.0, ignore=told.ignore
+    )
     assert told == bare and set(told.ignore) < set(Policy().ignore)
 
 
@@ -58,6 +60,7 @@ def test_empty_policy_watches_gpu_only() -> None:
     assert read_policy("") == Policy() and Policy().hours == ALWAYS
     assert (Policy().gpu, Policy().keyboard, Policy().load) == (True, "off", None) and never_lends(Policy()) == []
     assert read_policy("[keyboard]").keyboard == "all" and read_policy("[load]").load == 1.0
+    assert Policy().memory_wait is None and read_policy("[load]").memory_wait == 10.0
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,19 @@ def test_cause_passes_all_levels(source: Source) -> None:
     assert after[-1] == "lend" and set(after) <= {"vacate", "lend"}, "after vacate, no level but lend follows"
 
 
+def test_processors_and_memory_each_count_as_load() -> None:
+    for load, waits, level in (
+        (0.5, 9.0, "lend"),
+        (0.5, 10.0, "suspend"),
+        (1.0, None, "suspend"),
+        (None, 50.0, "suspend"),
+    ):
+        presence = Presence(policy(memory_wait=10.0), ())
+        for now in range(4):
+            stand = presence.step(Seen(load=load, memory_wait=waits), float(now))[MACHINE]
+        assert stand.level == level, (load, waits)
+
+
 def test_short_activity_does_not_count() -> None:
     presence = Presence(policy(), (GPU,))
     for now, active in enumerate([True, True, False, True, True, False, True, False]):
@@ -101,7 +114,7 @@ def test_guest_has_worst_level_of_its_scopes() -> None:
         presence.step(msgspec.structs.replace(seen("gpu"), load=9.0), float(now))
     assert presence.stand(()).causes == ("load",) and presence.stand((OTHER,)).level == "suspend"
     both = presence.stand((GPU,))
-    assert both.causes == ("load", "gpu") and "processors and the owner's program" in both.why
+    assert both.causes == ("load", "gpu") and "processors or memory and the owner's program" in both.why
     for now in range(4, 40):
         presence.step(seen("gpu"), float(now))
     assert (presence.stand(()).level, presence.stand((GPU,)).level) == ("lend", "vacate")

@@ -80,6 +80,7 @@ class LendingHandlers:
             typed_s=owner.typed_s,
             typing_seen_by=list(owner.console.sources),
             load=owner.load,
+            memory_wait=owner.memory_wait,
             policy=copy_as(schemas.owner.Policy, owner.policy, hours=str(owner.policy.hours)),
             policy_file=str(self._policy_file),
             problem=self._problems.get("policy", ""),

@@ -41,6 +41,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     ignore: tuple[str, ...]
     keyboard: Watch
     load: float | None
+    memory_wait: float | None = None
     notice: float | None
     pause: float
     gpu_clocks: Clocks
@@ -51,7 +52,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 class Lend(msgspec.Struct, frozen=True, kw_only=True):
     """`lending`, `paused`: the owner's orders; `paused_until_unix`: when a pause ends by itself, else 0; `now`: whether it takes
-    guests now. `typed_s`: since the last key press; `load`: cores that others than guests use; None if that is not watched."""
+    guests now. `typed_s`: since the last key press; `load`: cores that others than guests use, `memory_wait`: per cent of the
+    time in which one of them waits for memory; None if that is not watched, or not visible."""
 
     lending: bool
     paused: bool
@@ -65,6 +67,7 @@ class Lend(msgspec.Struct, frozen=True, kw_only=True):
     typed_s: float | None
     typing_seen_by: list[str]
     load: float | None
+    memory_wait: float | None = None
     policy: Policy
     policy_file: str
     problem: str

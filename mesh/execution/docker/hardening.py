@@ -14,6 +14,7 @@ import docker.types
 import msgspec
 
 from cuda_guard.guard import Mount
+from mesh.execution.disk_usage import disk_of
 from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.engine import NO_GPUS, Launch, contract_env
 from mesh.execution.secret_files import VARIABLES
@@ -102,6 +103,9 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
         chosen |= {"mem_limit": launch.memory_mib << 20, "memswap_limit": launch.memory_mib << 20}
     if launch.cpus is not None:
         chosen["nano_cpus"] = int(launch.cpus * 1e9)
+    if launch.disk_bps is not None and (disk := disk_of(launch.work_dir)) is not None:
+        rates = [{"Path": disk.path, "Rate": launch.disk_bps}]
+        chosen |= {"device_read_bps": rates, "device_write_bps": rates}
     return chosen
 
 

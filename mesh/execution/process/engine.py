@@ -18,14 +18,17 @@ from typing import Literal, NamedTuple
 
 from mesh.consensus.contract import EXIT_NOT_FOUND
 from mesh.execution.abandoned_starts import Starts
+from mesh.execution.disk_usage import disk_of
 from mesh.execution.engine import NO_DUMPS, Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
 from mesh.execution.guest_registry import GuestEntry, boot_id
 from mesh.execution.killswitch import KillSwitch
+from mesh.execution.process import subtree
 from mesh.execution.process.confinement import FILES_FROM, SCOPES_FROM
 from mesh.execution.process.guest_cgroup import GuestGroup, make_group
 from mesh.execution.process.sandbox import HOME, SECRETS, TEMPORARY, Sandbox
 from mesh.execution.session import Session, SessionError, open_process_session
 from mesh.rpc.frames import Order
+from mesh.util import cgroups
 from mesh.util.isolated import isolated
 from mesh.util.processes import Process, catches, descendants_of, process_of, stands_still
 
@@ -33,7 +36,7 @@ START_S = 10.0  # the interpreter starts in 20 ms; a loaded machine takes longer
 WATCHER_REPORTS_S = (
     3.0  # for the watcher to report the end of a guest, usually 1 ms; then it is killed too (own choice)
 )
-LIMITS = {"memory": "memory", "pids": "processes", "cpu": "CPU"}
+LIMITS = {"memory": "memory", "pids": "processes", "cpu": "CPU", "io": "disk rate"}
 HIDDEN = "their home, /tmp and /run, the daemon's keys and other jobs"
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
 
@@ -93,8 +96,10 @@ class ProcessEngine:
 
     async def availability(self) -> Availability:
         if self._kernel is None:
-            self._kernel = await asyncio.to_thread(_probe_kernel)
-            self._kernel = self._kernel._replace(namespaces=self._namespaces and self._kernel.namespaces)
+            found = await asyncio.to_thread(_probe_kernel)
+            if found is None:
+                return Availability(ok=False, detail=f"a process did not start within {START_S:g} s; it is tried again")
+            self._kernel = found._replace(namespaces=self._namespaces and found.namespaces)
         if self._limits is None:
             self._limits = await asyncio.to_thread(_probe_groups) if self._groups else frozenset()
         kernel = self._kernel
@@ -114,7 +119,10 @@ class ProcessEngine:
             text += f"; missing here: {', '.join(missing)}"
         if self._network == "none" and not kernel.namespaces:
             return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
-        return Availability(ok=True, detail="ready", isolation=text)
+        lacks = frozenset(LIMITS) - self._limits
+        how = await asyncio.to_thread(subtree.remedy, lacks) if lacks else ""
+        unlimited = tuple(name for kind, name in LIMITS.items() if kind in lacks)
+        return Availability(ok=True, detail="ready", isolation=text, unlimited=unlimited, limits_by=how)
 
     @property
     def _hides(self) -> bool:
@@ -165,7 +173,7 @@ class ProcessEngine:
             if "memory" in group.kinds:
                 spec["memory_mib"] = None  # the group limits the whole guest
             entry = dataclasses.replace(entry, groups=group.directories)
-        guest = ProcessGuest(self._switch)
+        guest = ProcessGuest(self._switch, tuple(map(Path, entry.groups)))
         try:
             await guest.start(spec, entry)
         except BaseException:
@@ -206,8 +214,8 @@ class ProcessEngine:
 class ProcessGuest:
     """A process tree that runs one attempt, below its watcher (`guest_init`)."""
 
-    def __init__(self, switch: KillSwitch) -> None:
-        self._switch = switch
+    def __init__(self, switch: KillSwitch, groups: tuple[Path, ...] = ()) -> None:
+        self._switch, self._groups = switch, groups
         self._key = ""
         self._first: Process | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -294,7 +302,7 @@ class ProcessGuest:
         )
 
     async def stands_still(self) -> bool:
-        return all(stands_still(pid) for pid in self._pids())
+        return bool(cgroups.are_frozen(self._groups)) or all(stands_still(pid) for pid in self._pids())
 
     def allow_until(self, boot_s: float) -> None:
         if self._daemon_end >= 0:
@@ -387,7 +395,8 @@ def _group(launch: Launch) -> GuestGroup | None:
     group = make_group()
     if group is not None:
         try:
-            group.limit(launch.memory_mib, launch.cpus, launch.pids)
+            disk = disk_of(launch.work_dir) if launch.disk_bps is not None else None
+            group.limit(launch.memory_mib, launch.cpus, launch.pids, disk and (disk.number, launch.disk_bps))
         except OSError as error:
             group.remove()
             raise EngineError(f"its limits cannot be enforced here: {error}") from error
@@ -402,17 +411,20 @@ def _probe_groups() -> frozenset[str]:
     return group.kinds
 
 
-def _probe_kernel() -> Kernel:
-    """Find out what would keep a guest apart, by starting one that does nothing."""
+def _probe_kernel() -> Kernel | None:
+    """Find out what would keep a guest apart, by starting one that does nothing; None if the machine is too slow to say."""
     import subprocess
 
-    done = subprocess.run(
-        isolated("mesh.execution.process", "guest_init", "guest_init.probe()"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=START_S,
-    )
+    try:
+        done = subprocess.run(
+            isolated("mesh.execution.process", "guest_init", "guest_init.probe()"),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=START_S,
+        )
+    except subprocess.TimeoutExpired:
+        return None
     return Kernel(**json.loads(done.stdout)) if done.stdout else Kernel(False, 0, False)
 
 

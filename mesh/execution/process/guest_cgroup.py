@@ -1,24 +1,20 @@
-"""Control groups for guests of the `process` engine: limits for a whole guest, and one more way to kill all of it.
+"""Control groups for guests of the `process` engine: limits for a whole guest, and the way to freeze and kill all of it.
 
-Version 1 (one hierarchy per controller): a group below the daemon's own group in each, which needs root. Version 2: the same, or
-a subtree delegated to the daemon (systemd's `Delegate=yes`); the daemon first moves itself to a leaf, since a group whose
-children have controllers may hold no processes (cgroups(7)). Controllers that are not available are left out; `kinds` lists the
-others. Standard library only: the guest's watcher removes the groups.
+Version 2: a group in the daemon's subtree (`subtree`). Version 1 has one hierarchy for each controller, and a guest one group in
+each, which needs root. Controllers that are not available are left out; `kinds` lists the others ("" is version 2 itself, which
+freezes and kills). Standard library only: the guest's watcher removes the groups.
 """
 
 import contextlib
 import errno
-import os
 import secrets
 from pathlib import Path
 
-from mesh.util.cgroups import mounts, remove_groups
+from mesh.execution.process.subtree import CONTROLLERS, own_groups
+from mesh.util import cgroups
 
-PARENT, DAEMON = "campus-mesh", "campus-mesh-daemon"
 PERIOD_US = 100_000  # the scheduler's period: the kernel's default
-CONTROLLERS = ("memory", "pids", "cpu")
-V2_FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.max"}
-TRIES = 10
+V2_FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.max", "io": "io.max"}
 
 
 class GuestGroup:
@@ -42,9 +38,11 @@ class GuestGroup:
     def kinds(self) -> frozenset[str]:
         return frozenset(self._by_kind)
 
-    def limit(self, memory_mib: int | None, cpus: float | None, pids: int) -> None:
-        """Set the limits. OSError if the kernel refuses one."""
-        memory, tasks, cpu = (self._by_kind.get(kind) for kind in CONTROLLERS)
+    def limit(
+        self, memory_mib: int | None, cpus: float | None, pids: int, disk: tuple[str, int | None] | None = None
+    ) -> None:
+        """Set the limits. OSError if the kernel refuses one. `disk`: a device's number and the bytes per second it may move."""
+        memory, tasks, cpu, io = (self._by_kind.get(kind) for kind in CONTROLLERS)
         if memory is not None and memory_mib is not None:
             _put(memory, ("memory.max", "memory.limit_in_bytes"), str(memory_mib << 20))
             with contextlib.suppress(OSError):  # swap accounting may be off
@@ -63,11 +61,21 @@ class GuestGroup:
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # a lower limit of the parent group applies
                         raise
+        if io is not None and disk is not None:
+            _put(io, ("io.max",), f"{disk[0]} rbps={disk[1]} wbps={disk[1]}")
 
     def enter(self) -> None:
         """Move this process, and with it the processes that it starts later, into the groups."""
         for path in self.directories:
             Path(path, "cgroup.procs").write_text("0")
+
+    def freeze(self) -> bool:
+        """Stop all of the guest, forks included, with one write (`cgroup.freeze`); return whether this machine can."""
+        return "" in self._by_kind and cgroups.freeze((self._by_kind[""],))
+
+    def thaw(self) -> None:
+        if "" in self._by_kind:
+            cgroups.thaw(self._by_kind[""])
 
     def ran_out_of_memory(self) -> bool:
         memory = self._by_kind.get("memory")
@@ -80,69 +88,21 @@ class GuestGroup:
 
     def remove(self) -> None:
         """Remove the groups after the guest has ended. Blocks for up to REMOVE_S seconds."""
-        remove_groups(self.directories)
+        cgroups.remove_groups(self.directories)
 
 
 def make_group() -> GuestGroup | None:
     """Make the groups of a new guest; None if the daemon may make none."""
-    name = f"guest-{secrets.token_hex(8)}"
+    name = f"mesh-guest-{secrets.token_hex(8)}"
     made: dict[str, Path] = {}
-    for kind in ("", "freezer", *CONTROLLERS):
-        parent = _parent(kind)
-        if parent is None:
-            continue
-        if not _made(parent, name, kind):
-            continue
-        made[kind] = parent / name
-        if kind == "":
-            made |= {kind: parent / name for kind, file in V2_FILES.items() if (parent / name / file).exists()}
+    for kind, own in own_groups().items():
+        if kind in ("", *CONTROLLERS):
+            with contextlib.suppress(OSError):
+                (own / name).mkdir()
+                made[kind] = own / name
+    if "" in made:
+        made |= {kind: made[""] for kind, file in V2_FILES.items() if (made[""] / file).exists()}
     return GuestGroup(made) if made else None
-
-
-def _made(parent: Path, name: str, kind: str) -> bool:
-    for _ in range(TRIES):
-        try:
-            parent.mkdir(exist_ok=True)
-            if kind == "":
-                _enable(parent)
-            (parent / name).mkdir()
-        except FileNotFoundError:  # the parent was removed with another guest's group in between
-            continue
-        except OSError:
-            return False
-        return True
-    return False
-
-
-def _parent(kind: str) -> Path | None:
-    """Return the parent of new groups of this kind: below the group of this process."""
-    root, mounted = mounts().get(kind, ("", None))
-    if mounted is None:
-        return None
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            own = path.removesuffix(f"/{DAEMON}")
-            if kind in controllers.split(",") and own.startswith(root.rstrip("/")):
-                return mounted / own[len(root.rstrip("/")) :].lstrip("/") / PARENT
-    return None
-
-
-def _enable(parent: Path) -> None:
-    """Enable controllers for groups of version 2 below this one, as far as they are delegated."""
-    above = parent.parent
-    try:
-        wanted = [name for name in (above / "cgroup.controllers").read_text().split() if name in CONTROLLERS]
-        if not wanted:
-            return
-        if (above / "cgroup.type").exists():  # the root group has no type, and may hold processes beside children
-            leaf = above / DAEMON
-            leaf.mkdir(exist_ok=True)
-            (leaf / "cgroup.procs").write_text(str(os.getpid()))
-        for group in (above, parent):
-            (group / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
-    except OSError:
-        return
 
 
 def _put(group: Path, names: tuple[str, ...], value: str) -> None:

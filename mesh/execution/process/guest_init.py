@@ -195,7 +195,7 @@ def become_job(spec: dict, log: int) -> None:  # type: ignore[type-arg]
 def watch(first: int, daemon: int, status: int, sessions: "SessionProcesses", until: float, group: GuestGroup) -> None:
     """Run the watcher, outside the namespace: enforce the lease, kill the guest when the daemon is gone, report its exit."""
     child = os.pidfd_open(first)
-    lease = Lease(first, until)
+    lease = Lease(first, until, group)
     poller = select.poll()
     poller.register(daemon, select.POLLIN | select.POLLHUP)
     poller.register(child, select.POLLIN)
@@ -231,11 +231,14 @@ def wait_for(first: int) -> int:
 
 
 class Lease:
-    """The time until which the guest may run, and whether it is stopped because that time is over."""
+    """The time until which the guest may run, and whether it is stopped because that time is over.
 
-    def __init__(self, first: int, until: float) -> None:
+    Its group is frozen. Without a group that can be, each of its processes is stopped.
+    """
+
+    def __init__(self, first: int, until: float, group: GuestGroup) -> None:
         self.alarm = Alarm()
-        self._first, self._until = first, until
+        self._first, self._until, self._group = first, until, group
         self.stopped = False
         self._rest = b""
         self.alarm.set(until)
@@ -251,8 +254,10 @@ class Lease:
         self.alarm.clear()
         over = boot_s() >= self._until
         if over and not self.stopped:
-            stop_all(self._first)
+            if not self._group.freeze():
+                stop_all(self._first)
         elif self.stopped and not over:
+            self._group.thaw()
             for pid in _descendants(self._first):
                 _signal(pid, signal.SIGCONT)
         self.stopped = over
