@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -114,7 +114,7 @@ class ProcessEngine:
             text += f"; missing here: {', '.join(missing)}"
         if self._network == "none" and not kernel.namespaces:
             return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
-        return Availability(ok=True, detail="ready", isolation=text)
+        return Availability(ok=True, detail="ready", isolation=text, proxies=kernel.namespaces)
 
     @property
     def _hides(self) -> bool:
@@ -152,7 +152,8 @@ class ProcessEngine:
             "log": launch.log_path,
             "memory_mib": launch.memory_mib,
             "namespaces": self._namespaces,
-            "network": self._network,
+            "network": self._network if launch.proxy is None else "none",
+            "proxy": launch.proxy is not None,
             "sandbox": await asyncio.to_thread(self._sandboxed, launch),
             "reads": [shown.source for shown in launch.data],
             "groups": {},
@@ -165,7 +166,7 @@ class ProcessEngine:
             if "memory" in group.kinds:
                 spec["memory_mib"] = None  # the group limits the whole guest
             entry = dataclasses.replace(entry, groups=group.directories)
-        guest = ProcessGuest(self._switch)
+        guest = ProcessGuest(self._switch, launch.proxy)
         try:
             await guest.start(spec, entry)
         except BaseException:
@@ -206,8 +207,8 @@ class ProcessEngine:
 class ProcessGuest:
     """A process tree that runs one attempt, below its watcher (`guest_init`)."""
 
-    def __init__(self, switch: KillSwitch) -> None:
-        self._switch = switch
+    def __init__(self, switch: KillSwitch, proxy: Callable[[socket.socket], None] | None = None) -> None:
+        self._switch, self._proxy = switch, proxy
         self._key = ""
         self._first: Process | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -335,6 +336,9 @@ class ProcessGuest:
                     code, oom, reported = int(fact["exit"]), bool(fact["oom"]), True
                 elif "first" in fact:
                     first, self._first = True, process_of(int(fact["first"]))
+                    if self._proxy is not None and self._doors is not None:
+                        _, descriptors, _, _ = socket.recv_fds(self._doors, 16, 1, socket.MSG_DONTWAIT)
+                        self._proxy(socket.socket(fileno=descriptors[0]))
                 else:
                     self.isolation = fact["isolation"]
                 if first and self.isolation:
