@@ -102,6 +102,7 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     `image_denials`: names and hexadecimal hash prefixes that the owner denies.
     `interactive`: the owner allows users to enter their guests (exec, forward, Jupyter).
     `data_ids`: prefixes of the ids of data sets that the node has whole; `data_paths`: names of directories that it offers.
+    `network`: hosts that jobs may reach by a proxy, `name:port`; `proxies`: engines that can leave a job with that alone.
     `accepts`: users whose jobs are accepted, `*` for all; `own_only`: engines that run only the owner's own jobs.
     """
 
@@ -141,6 +142,8 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     user_key: bytes = b""
     data_ids: tuple[bytes, ...] = ()
     data_paths: tuple[str, ...] = ()
+    network: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()
 
     @cached_property
     def lane(self) -> bytes:
@@ -191,7 +194,7 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
         raise AdvertError("a driver version has up to four numbers, 0 or more")
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
     named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
-    most = max(len(advert.data_ids), len(advert.data_paths), *map(len, named))
+    most = max(len(advert.data_ids), len(advert.data_paths), len(advert.network), *map(len, named))
     if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or most > MAX_IMAGES:
         raise AdvertError("an advert's numbers are out of range")
     if not advert.system.valid:

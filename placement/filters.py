@@ -44,6 +44,7 @@ def refusals(request: Request, advert: Advert) -> list[str]:
     for wanted in request.data:
         if not wanted.id and wanted.name not in advert.data_paths:
             reasons.append(f"does not offer data set {wanted.name} ([data] in its config.toml)")
+    reasons += _network_refusals(request, advert)
     reasons += _gpu_refusals(request, advert) if request.gpus else _slot_refusals(advert)
     if request.job and advert.node in request.exclude:
         reasons.append("failed this job a moment ago")
@@ -78,6 +79,16 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
             return ["the docker engine needs an image: --image NAME"]
         system = advert.system.refusal(request.gpus > 0, request.platform) if request.system else None
         return [reason for reason in (image_refusal(request, advert), system) if reason is not None]
+    return []
+
+
+def _network_refusals(request: Request, advert: Advert) -> list[str]:
+    refused = [where for where in request.network if where not in advert.network]
+    if refused:
+        return [f"its owner does not let jobs reach {', '.join(refused)} (network in its config.toml)"]
+    engine = engine_for(request, advert)
+    if request.network and engine is not None and engine not in advert.proxies:
+        return [f"its {engine} engine cannot keep a job to named hosts (docs/explanation/egress.md)"]
     return []
 
 

@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     `gpu_share`: guaranteed per cent of each GPU's time; below 100, `vram_mib` is the memory that the job gets, else the least
     memory of the GPU. `remaining_s`: expected run time. `interactive`: the job is useless where its user may not enter it.
     `system`: it is saved by system checkpoints; `platform`: of the last one (`advert.SystemCheckpoints`).
-    `only`: the nodes that may open its secrets; empty for all.
+    `only`: the nodes that may open its secrets; empty for all. `network`: the hosts that it reaches by a proxy, `name:port`.
     Preferences: nodes in `exclude` failed this job and are refused; nodes in `avoid` are ranked last; `prefer` is ranked first;
     nodes in `near` have the last checkpoint.
     """
@@ -70,6 +70,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     user_key: bytes = b""
     only: tuple[bytes, ...] = ()
     data: tuple[WantedData, ...] = ()
+    network: tuple[str, ...] = ()
 
     @property
     def is_share(self) -> bool:

@@ -49,6 +49,7 @@ CORES = [
     "mesh/checkpoints/loss_estimate.py",
     *(f"mesh/checkpoints/{name}.py" for name in ("pruning", "repair_plan", "replica_policy")),
     "mesh/jobs/destinations.py",
+    "mesh/network/client_hello.py",
     *(f"mesh/rehearsal/{name}.py" for name in ("evaluation", "observations")),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "placement").glob("*.py"))),
     "sim/kernel.py",

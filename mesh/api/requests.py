@@ -22,7 +22,8 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `first` or `none`; without it, home is the user's own node that had to send the job away. Without a `gpu_share_limit` a job
     is held to its share. An `interactive` one runs only where its user may go in. `secrets`: NAME, NAME=VARIABLE or
     NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes, the only ones that may open them. `data`: data
-    sets, as `NAME[:/data/x]`. `uv`: the job's Python environment is that of the lock in `workdir`, or of the script's own."""
+    sets, as `NAME[:/data/x]`. `uv`: the job's Python environment is that of the lock in `workdir`, or of the script's own.
+    `network`: hosts that it reaches, `name:port` or groups, and no others."""
 
     argv: list[str]
     name: str = ""
@@ -67,6 +68,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret_nodes: list[str] = []
     data: list[str] = []
     uv: bool = False
+    network: list[str] = []
 
     def gpu_terms(self) -> dict[str, Any]:
         """Return the GPU fields of a spec."""

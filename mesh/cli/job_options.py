@@ -74,6 +74,12 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--uv", is_flag=True, help="Run it in the Python environment of uv.lock, or of a script's own lock (PEP 723)."
     ),
+    click.option(
+        "--network",
+        multiple=True,
+        metavar="HOST:PORT|pypi",
+        help="Let it reach this host by a proxy, and no other but those named so (docs/how-to/network.md). Repeatable.",
+    ),
     click.option("--ckpt", metavar="DIR", help="Directory of checkpoints, inside the working directory."),
     click.option(
         "--ckpt-mode",
@@ -210,6 +216,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "secrets": list(options["secret"]),
         "secret_nodes": [name for name in (options["secret_nodes"] or "").split(",") if name],
         "data": list(options["data"]),
+        "network": list(options["network"]),
     }
 
 

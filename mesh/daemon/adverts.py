@@ -68,6 +68,7 @@ class AdvertPublisher:
         ready = tuple(name for name, state in self.engine_states.items() if state.ok)
         await self._library.look("docker" in ready)
         self._inventory.engines, self._inventory.image_offer = ready, self._library.offer()
+        self._inventory.proxies = tuple(name for name in ready if self.engine_states[name].proxies)
         if "docker" in self.engine_states:
             self._inventory.system = self.engine_states["docker"].system
 

@@ -72,6 +72,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_log_gib: float = 1.0  # log of one attempt; further output is dropped
     egress: Literal["none", "campus", "list"] = "none"  # networks that containers may reach
     egress_allow: tuple[str, ...] = ()  # networks for `egress = "list"`
+    # Hosts that jobs may ask for by name, as api.wandb.ai:443, or groups of them: pypi (docs/how-to/network.md).
+    network: tuple[str, ...] = ()
+    network_gib: float = 50.0  # bytes that one job may exchange with them, both ways, until the daemon restarts
     # Let CRIU restore checkpoints of other nodes as root (docs/explanation/isolation.md).
     system_checkpoints: bool = False
     image_fetch: bool = True  # fetch allowed images from other nodes when a job needs them
@@ -137,6 +140,8 @@ def _kind(hint: object) -> str:
 
 def check_settings(values: Mapping[str, object], path: Path) -> Settings:
     """Return the checked settings of `path`; ConfigError names the key that is wrong."""
+    from mesh.model.destinations import DestinationError, destinations
+
     try:
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
@@ -171,6 +176,12 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
     for label, days in (("image_keep_days", settings.image_keep_days), ("keep_days", settings.keep_days)):
         if not 0 <= days < 2**20:
             raise ConfigError(f"{path}: {label} must be a number of days from 0, not {days:g}")
+    if not 0 <= settings.network_gib < 2**30:
+        raise ConfigError(f"{path}: network_gib must be a number of GiB from 0, not {settings.network_gib}")
+    try:
+        destinations(settings.network)
+    except DestinationError as error:
+        raise ConfigError(f"{path}: network: {error}") from error
     for registry in settings.image_registries:
         if not REGISTRY.fullmatch(registry):
             raise ConfigError(f"{path}: image_registries holds names of hosts, as docker.io, not {registry!r}")

@@ -80,9 +80,11 @@ from mesh.jobs.service import JobHooks, JobService
 from mesh.jobs.status_gossip import RECOVERED
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.journal import Journal
+from mesh.model.destinations import destinations
 from mesh.model.spec import parse_job
 from mesh.network.edge import Edge
 from mesh.network.egress import policy_of
+from mesh.network.proxy import Proxies
 from mesh.network.switch import GUESTS
 from mesh.provider.accounts import Accounts
 from mesh.provider.attendance import SECTION, SUMMARY_TTL_S, Attendance
@@ -246,6 +248,7 @@ class Daemon:
             driver=driver_version() if self._gpus else (),
             memory_mib=self._ceilings.memory_mib,
             cpus=None if settings.max_cpus is None else max(1, int(settings.max_cpus)),
+            network=destinations(settings.network),
         )
         self._library = Library(
             layout.images,
@@ -298,6 +301,7 @@ class Daemon:
                 warn=self._note,
             ),
             self._data,
+            Proxies(destinations(settings.network), _bytes(settings.network_gib) or 0),
         )
         self._accounts = Accounts(self._identity, self.trust.mesh_id, self._journal, self._jobs)
 

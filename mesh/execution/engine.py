@@ -4,6 +4,7 @@ docs/reference/job-contract.md.
 """
 
 import math
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from cuda_guard.guard import Mount
+from mesh.execution.guest_network import VARIABLES
 from mesh.execution.secret_files import GuestSecrets
 from mesh.execution.session import Session
 from mesh.rpc.frames import Order
@@ -65,6 +67,8 @@ class Launch(msgspec.Struct, frozen=True):
     it reads from, and those that it writes to, the disk of its directories. `environment`: a Python environment that the guest
     may read. `until`: see `Guest.allow_until`. `wanted` is called now and then while the start waits; the start is given up when
     it returns false. `say` reports a text and its topic to the user while the guest runs. `data`: what it may read and not write.
+    `proxy`: takes a socket that listens on the guest's loopback (`guest_network`), from any thread, before the guest's first
+    program runs; the guest then has no other network.
     """
 
     job: str
@@ -98,6 +102,7 @@ class Launch(msgspec.Struct, frozen=True):
     wanted: Callable[[], bool] = lambda: True
     say: Callable[[str, str], None] = lambda words, about: None
     data: tuple[Shown, ...] = ()
+    proxy: Callable[[socket.socket], None] | None = None
 
     @property
     def gpu_uuids(self) -> tuple[str, ...]:
@@ -120,12 +125,14 @@ class Availability(msgspec.Struct, frozen=True):
     """An engine's state on this machine.
 
     `detail` says why it can or cannot run; `isolation` what a guest is and is not kept from; `system` whether whole guests can
-    be saved; `unlimited` what is not limited for a guest as a whole, and `limits_by` how to change that.
+    be saved; `proxies` whether a guest can be left with the network of a proxy alone; `unlimited` what is not limited for a guest
+    as a whole, and `limits_by` how to change that.
     """
 
     ok: bool
     detail: str
     isolation: str = ""
+    proxies: bool = False
     system: SystemCheckpoints = NO_DUMPS
     unlimited: tuple[str, ...] = ()
     limits_by: str = ""
@@ -217,4 +224,5 @@ def contract_env(launch: Launch, work: str, ckpt: str, out: str, ctl: str) -> di
         "CUDA_VISIBLE_DEVICES": gpus,
         "NVIDIA_VISIBLE_DEVICES": gpus or NO_GPUS,
         "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+        **(VARIABLES if launch.proxy is not None else {}),
     }

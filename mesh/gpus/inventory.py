@@ -51,7 +51,8 @@ class Inventory:
     """The resources of one node.
 
     `guards`: the node can enforce GPU shares now; `gpu_sharing`: the owner allows shares; `interactive`: the owner allows
-    sessions. `memory_mib` and `cpus`: what one job may have of the machine; by default all.
+    sessions; `network`: hosts that jobs may reach by a proxy. `memory_mib` and `cpus`: what one job may have of the machine; by
+    default all.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class Inventory:
         memory_mib: int | None = None,
         cpus: int | None = None,
         driver: tuple[int, ...] = (),
+        network: tuple[str, ...] = (),
     ) -> None:
         self.lending = lending
         self.presence = Presence()
         self.gpus = gpus
         self.engines: tuple[str, ...] = ()
+        self.proxies: tuple[str, ...] = ()
         self.image_offer, self.data_offer = ImageOffer(), DataOffer()
         self.system = SystemCheckpoints()
         self.weights = (1,) * len(HORIZONS_S)
@@ -88,7 +91,7 @@ class Inventory:
         self._user_key = user_key
         self.slots, self._accepts, self._own_only = slots, accepts, own_only
         self.up_since_unix = up_since_unix
-        self._gpu_sharing, self._interactive = gpu_sharing, interactive
+        self._gpu_sharing, self._interactive, self._network = gpu_sharing, interactive, network
         self._memory_mib = machine_mib() if memory_mib is None else memory_mib
         self._cpus = cpus or os.cpu_count() or 1
         self._given: dict[bytes, tuple[Portion, ...]] = {}
@@ -169,6 +172,8 @@ class Inventory:
             accepts=self._accepts,
             store_free_mib=self.store_free_mib,
             system=self.system,
+            network=self._network,
+            proxies=self.proxies,
             **msgspec.structs.asdict(self.image_offer),
             **msgspec.structs.asdict(self.data_offer),
         )

@@ -55,6 +55,7 @@ from mesh.model.environment import EnvironmentRefused
 from mesh.model.record import Commit, JobRecord
 from mesh.model.secrets import SecretError
 from mesh.model.spec import DataNeed, JobSpec, format_job
+from mesh.network.proxy import Proxies, Proxy
 from mesh.util import trees
 from mesh.util.boottime import boot_s
 from mesh.util.task_set import TaskSet
@@ -99,7 +100,8 @@ class Attempt:
 
     `report` hands an event to the job cores; `note` writes an event for the user; `replica_policy` tells where replicas may
     go now; `cipher` opens the key of what the job saves; `have_image` gives the id of a container's image once the node has
-    it (`Library.ready`), `data` brings its data sets; `disk_limit` gives the bytes that an attempt in a directory may hold.
+    it (`Library.ready`), `data` brings its data sets, `proxies` reach hosts; `disk_limit` gives the bytes that an attempt in a
+    directory may hold.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Attempt:
         note: Callable[..., None] = lambda text, new="": None,
         have_image: HaveImage | None = None,
         data: HaveData | None = None,
+        proxies: Proxies | None = None,
     ) -> None:
         self.job, self.spec, self.number, self.base, self.log_path = job, spec, number, base, log_path
         self.engine = engine
@@ -158,6 +161,9 @@ class Attempt:
         self._fetching: asyncio.Future[Any] | None = None
         self._brought: list[tuple[DataNeed, Path]] = []
         self._notices, self._noticing = 0, asyncio.Lock()
+        self._proxy: Proxy | None = None
+        if spec.network:
+            self._proxy = (proxies or Proxies((), 0)).proxy(job, spec.network, lambda text: note(text, "network"))
         self._closing = False
         self._still_since = 0.0  # start of the freeze for a dump, else 0
         self._dumps = Dumps(base, self._stand) if spec.saves_from_outside else None
@@ -256,11 +262,16 @@ class Attempt:
         await self.kill_guest()
         await self._tasks.close()
         await self._secrets.close()
+        await self._close_proxy()
         while self._brought and self._data is not None:
             self._data.release(self._brought.pop()[0])
         if self._environment.name:
             self._environments.release(self._environment)
         await asyncio.to_thread(trees.remove, self.base)
+
+    async def _close_proxy(self) -> None:
+        if self._proxy is not None:
+            await self._proxy.close()
 
     # --- starting
 
@@ -325,6 +336,7 @@ class Attempt:
             wanted=lambda: not self._unwanted,
             say=self._note,
             data=tuple(Shown(str(path), need.inside, need.variable) for need, path in self._brought),
+            proxy=None if self._proxy is None else self._proxy.listen,
         )
         if self._unwanted:
             await self._report(GuestFailed("it was stopped before it began", elsewhere=True))
@@ -489,6 +501,7 @@ class Attempt:
         end = await guest.wait()
         self.mark("exited")
         await self._secrets.close()
+        await self._close_proxy()
         self.save_schedule.ended()
         if self.held:
             self._stood_still()

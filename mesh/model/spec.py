@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from membership.malformed import MALFORMED
+from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import EnvironmentRefused, UvProject, check_project
 from mesh.model.record import Attempt, Commit, Voter, avoided, shunned
 from mesh.model.secrets import Lock, SealedSecrets, SecretError, check_lock, check_secrets
@@ -134,7 +135,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     answers.
 
     What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md). It
-    reads the data sets in `data`. `uv` names its Python environment (docs/explanation/environments.md).
+    reads the data sets in `data`. `uv` names its Python environment (docs/explanation/environments.md). `network`: the hosts
+    that it reaches, by a proxy and nothing else, `name:port` (docs/explanation/egress.md).
     """
 
     submitter: bytes
@@ -183,6 +185,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     data: tuple[DataNeed, ...] = ()
     secrets: SealedSecrets | None = None
     uv: UvProject | None = None
+    network: tuple[str, ...] = ()
 
     @property
     def author(self) -> bytes:
@@ -255,6 +258,7 @@ def placement_request(
         platform=platform,
         only=() if spec.secrets is None else spec.secrets.nodes,
         data=tuple(WantedData(need.name, need.manifest[:SHORT_ID], need.mib) for need in spec.data),
+        network=spec.network,
     )
 
 
@@ -389,6 +393,7 @@ def check_spec(spec: JobSpec) -> None:
         )
     _check_home(spec)
     _check_data(spec)
+    _check_network(spec)
 
 
 def _check_data(spec: JobSpec) -> None:
@@ -410,6 +415,25 @@ def _check_data(spec: JobSpec) -> None:
     taken = [need.variable for need in spec.data if need.variable in spec.env]
     if taken:
         raise SpecError(f"the variable {taken[0]} is set by --data: leave it out of --env")
+
+
+def _check_network(spec: JobSpec) -> None:
+    try:
+        if spec.network != destinations(spec.network):
+            raise SpecError("the hosts of --network are not in their one order and spelling")
+    except DestinationError as error:
+        raise SpecError(f"--network: {error}") from error
+    if not spec.network:
+        return
+    if spec.most_nodes > 1:
+        raise SpecError("a job on several nodes needs the network between them: leave out --network, or --nodes")
+    if spec.saves_from_outside:
+        raise SpecError(
+            "a system checkpoint cannot hold connections: leave out --network, or choose another --ckpt-mode"
+        )
+    taken = [name for name in spec.env if name.upper() in {"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}]
+    if taken:
+        raise SpecError(f"the variable {taken[0]} is set by --network: leave it out of --env")
 
 
 def _check_share(spec: JobSpec) -> None:

@@ -7,6 +7,7 @@ removed from the ambient set and lent to single system programs. Without capabil
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 NET_ADMIN, SYS_ADMIN, BPF = 12, 21, 39  # linux/capability.h
 PR_CAP_AMBIENT, RAISE, LOWER, CLEAR_ALL = 47, 2, 3, 4  # linux/prctl.h
@@ -17,6 +18,12 @@ _libc = ctypes.CDLL(None)
 def keep() -> None:
     """Clear the ambient set. Call it before other threads exist: each has its own ambient set."""
     _libc.prctl(PR_CAP_AMBIENT, CLEAR_ALL, 0, 0, 0)
+
+
+def has(capability: int) -> bool:
+    """Tell whether this process may use a capability."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
+    return bool(int(line.split()[1], 16) >> capability & 1)
 
 
 @contextmanager

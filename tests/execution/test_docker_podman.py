@@ -20,6 +20,7 @@ from mesh.execution.killswitch import BY_OWNER, open_switch
 from mesh.network.egress import policy_of
 from tests.container_images import import_busybox
 from tests.execution.bench import LOOP, WAIT_S, Bench, processes_with, wait_until
+from tests.execution.network_guest import CURL, see_what_it_reaches
 
 pytestmark = pytest.mark.podman
 CONFIGURATION = """
@@ -140,3 +141,7 @@ async def test_podman_offers_no_network_without_enforcement(
     answer = await engine.availability()
     assert not answer.ok and "could not be kept to the campus network only" in answer.detail
     await engine.close()
+
+
+async def test_podman_guest_reaches_its_hosts_alone(bench: Bench) -> None:
+    await see_what_it_reaches(bench, import_busybox(CURL))

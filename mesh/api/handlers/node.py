@@ -144,6 +144,7 @@ class NodeHandlers:
                     slots_free=advert.slots_free if advert else 0,
                     engines=list(advert.engines) if advert else [],
                     interactive=advert.interactive if advert else True,
+                    network=list(advert.network) if advert else [],
                     weight=advert.weight if advert else 0,
                     jobs=running.get(member.node_id, 0),
                     path=self._path(member.node_id),

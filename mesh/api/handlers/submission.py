@@ -30,6 +30,7 @@ from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.jobs.workdir import collect_files
 from mesh.journal import Journal
+from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import MOST_LOCK_BYTES, UvProject, has_metadata
 from mesh.model.record import Voter
 from mesh.model.spec import (
@@ -206,6 +207,7 @@ class SubmissionHandlers:
             priority=order.priority,
             after=tuple(job for name in order.after for job in self._dependencies(name)),
             home=self._home_policy(order.home),
+            network=_network(order.network),
         )
 
     def _home_policy(self, home: str | None) -> HomePolicy:
@@ -270,6 +272,13 @@ class SubmissionHandlers:
         )
         copies = await self._jobs.replicator.replicate(saved.id, [], order_of_peers, WORKDIR_REPLICAS)
         return saved.id, (self._lookup.me, *copies.holders), saved.manifest.total_bytes
+
+
+def _network(names: list[str]) -> tuple[str, ...]:
+    try:
+        return destinations(names)
+    except DestinationError as error:
+        raise MeshError(f"--network: {error}", ExitCode.USAGE) from error
 
 
 def _command(order: SubmitOrder) -> dict[str, Any]:

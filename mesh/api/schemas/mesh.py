@@ -71,7 +71,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """A node and what it offers. `node`: its id; `state`: alive, draining, suspect, unreachable, dead, left or revoked.
     `lending`: it takes guests; `paused`: it lends, but not now, because of `held_by` (`owner`, `hours`, or empty), until
     `back_unix` (0: not known). `gpu_room`: what is left of each GPU that has anything left; `weight`: how likely it stays for
-    an hour, 1 to 64, 0 if it does not say; `jobs`: that run there; `path`: None of this node itself."""
+    an hour, 1 to 64, 0 if it does not say; `jobs`: that run there; `network`: hosts that its owner lets them reach by a proxy;
+    `path`: None of this node itself."""
 
     node: str
     nick: str
@@ -94,6 +95,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     slots_free: int
     engines: list[str]
     interactive: bool
+    network: list[str]
     weight: int
     jobs: int
     path: Path | None

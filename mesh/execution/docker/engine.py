@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import aiohttp
@@ -28,19 +28,20 @@ from mesh.execution.abandoned_starts import Starts
 from mesh.execution.docker import checkpoint, gpu_visibility
 from mesh.execution.docker.bridges import Bridges
 from mesh.execution.docker.criu import Probe
-from mesh.execution.docker.hardening import Traits, arguments, command_of, give_files, traits_of
+from mesh.execution.docker.hardening import Traits, arguments, command_of, give_files, open_gate, traits_of
 from mesh.execution.docker.session import DockerSession, open_docker_session
 from mesh.execution.docker.socket import EngineSocket, NoContainer, Output, why_silent
 from mesh.execution.docker.sweep import sweep_containers
 from mesh.execution.docker.watchdog import DOUBT_S, Watchdog
 from mesh.execution.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
+from mesh.execution.guest_network import listen_in
 from mesh.execution.guest_registry import GuestEntry, boot_id
 from mesh.execution.killswitch import KillSwitch
 from mesh.execution.session import Session
 from mesh.network.edge import Edge
 from mesh.network.egress import EgressError, Firewall, Policy, tag_of
 from mesh.rpc.frames import Order
-from mesh.util import cgroups
+from mesh.util import capabilities, cgroups
 from mesh.util.processes import catches, descendants_of, process_of
 from mesh.util.slow_calls import apart
 from placement.advert import SystemCheckpoints
@@ -65,6 +66,13 @@ class Unseen(ContainerCollection):  # type: ignore[misc]  # the SDK has no types
 
     def get(self, container_id: str) -> Any:
         return self.client.containers.prepare_model({"Id": container_id})
+
+
+class Network(NamedTuple):
+    """A container's network by its name, and the gate at which it waits for its proxy if that is its only way out."""
+
+    name: str
+    gate: int | None = None
 
 
 class DockerEngine:
@@ -117,6 +125,7 @@ class DockerEngine:
             ok=True,
             detail=f"{self._traits.name} {self._traits.version}",
             isolation=f"{rights}, {self._bridges.words}; it shares the kernel",
+            proxies=capabilities.has(capabilities.SYS_ADMIN),  # to enter a container's network
             system=self.system,
         )
 
@@ -150,9 +159,9 @@ class DockerEngine:
             try:
                 key = await self._call(lambda: self._switch.add(entry))
                 if launch.dump is None:
-                    entry = await self._call(lambda: self._begin(container, launch, key, entry))
+                    entry = await self._call(lambda: self._begin(container, network, launch, key, entry))
                 else:
-                    entry = await apart(lambda: self._begin(container, launch, key, entry), "restore")
+                    entry = await apart(lambda: self._begin(container, network, launch, key, entry), "restore")
             except BaseException:
                 output.close()
                 raise
@@ -205,31 +214,37 @@ class DockerEngine:
 
     # --- in the pool's threads
 
-    def _create(self, launch: Launch) -> tuple[Any, str]:
+    def _create(self, launch: Launch) -> tuple[Any, Network]:
         """Create a container and its own network."""
         image = launch.image_id or self._image(launch.image or "")
         made = checkpoint.made_of(Path(launch.dump)) if launch.dump is not None else None
         if made is not None and made.image != image:
             raise BadImage(f"its system checkpoint is of image {made.image[:19]}, {launch.image} is {image[:19]} here")
         give_files(launch)
-        network = self._bridges.make(self._client)
+        gate = open_gate(launch)
+        network = Network(self._bridges.make(self._client)) if gate is None else Network("none", gate)
         try:
-            chosen = arguments(launch, self._node, network, self._traits)
+            chosen = arguments(launch, self._node, network.name, self._traits)
             container = Unseen(self._client).create(image, **chosen)
             self._live.add(container.id)
             return container, network
         except (docker.errors.APIError, requests.RequestException) as error:
-            self._bridges.remove(self._client, network)
+            self._leave(network)
             if isinstance(error, docker.errors.ImageNotFound):
                 raise BadImage(NOT_HERE.format(launch.image)) from error
             text = error.explanation if isinstance(error, docker.errors.APIError) else error
             raise EngineError(f"Docker could not create the container: {text}") from error
 
-    def _remove(self, container: Any, network: str) -> None:
+    def _remove(self, container: Any, network: Network) -> None:
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             container.remove(force=True)
         self._live.discard(container.id)
-        self._bridges.remove(self._client, network)
+        self._leave(network)
+
+    def _leave(self, network: Network) -> None:
+        self._bridges.remove(self._client, network.name)
+        if network.gate is not None:
+            os.close(network.gate)
 
     def _egress_problem(self) -> str:
         """Return why no container may start here; restore firewall rules that were flushed."""
@@ -241,7 +256,7 @@ class DockerEngine:
                 return str(error)
         return f"containers could not be kept to {self._bridges.words}: {problem}" if problem else ""
 
-    def _begin(self, container: Any, launch: Launch, key: str, entry: GuestEntry) -> GuestEntry:
+    def _begin(self, container: Any, network: Network, launch: Launch, key: str, entry: GuestEntry) -> GuestEntry:
         """Start the container and register its process and control groups, so that it can be killed without the engine."""
         try:
             if launch.dump is None:
@@ -255,6 +270,9 @@ class DockerEngine:
                 groups = tuple(map(str, cgroups.own_groups(pid, container.id)))
                 entry = dataclasses.replace(entry, head=head, groups=groups)
                 self._switch.update(key, entry)
+                if launch.proxy is not None and network.gate is not None:
+                    launch.proxy(listen_in(head))
+                    os.write(network.gate, b"\n")
             self._switch.check_started(key)
         except BaseException as error:
             self._switch.kill(key).result()  # an engine that did not answer may still have started it
@@ -301,7 +319,7 @@ class DockerGuest:
         self,
         engine: DockerEngine,
         container: Any,
-        network: str,
+        network: Network,
         entry: GuestEntry,
         key: str,
         output: Output,

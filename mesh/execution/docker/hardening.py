@@ -29,6 +29,7 @@ INIT_PATH = "/usr/libexec/docker:/usr/libexec/podman"
 CDI, CDI_KIND = "cdi", "nvidia.com/gpu="
 WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
 SECRETS, SHELL = "/run/secrets", "/bin/sh"
+GATE = ".gate"  # a FIFO in the control directory
 
 
 class Traits(msgspec.Struct, frozen=True):
@@ -111,11 +112,25 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
 
 def command_of(launch: Launch) -> list[str]:
     """Return the container's command. The engine keeps it and the environment on a disk, so a shell reads variables that are
-    secrets from a file in memory.
+    secrets from a file in memory. It also waits until the container's network has its proxy: a line comes through the gate.
     """
-    if not launch.secrets.variables:
+    steps = [f"read -r mesh < {CTL}/{GATE}"] if launch.proxy is not None else []
+    steps += [f". {SECRETS}/{VARIABLES}"] if launch.secrets.variables else []
+    if not steps:
         return list(launch.argv)
-    return [SHELL, "-c", f'. {SECRETS}/{VARIABLES} && exec "$@"', "mesh", *launch.argv]
+    return [SHELL, "-c", " && ".join([*steps, 'exec "$@"']), "mesh", *launch.argv]
+
+
+def open_gate(launch: Launch) -> int | None:
+    """Make the gate at which a container with a proxy waits, and open it; what is written stays while the descriptor does."""
+    if launch.proxy is None:
+        return None
+    path = Path(launch.ctl_dir, GATE)
+    os.mkfifo(path, 0o600)
+    gate = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if os.getuid() == 0:
+        os.fchown(gate, GUEST_UID, GUEST_UID)
+    return gate
 
 
 def give_files(launch: Launch) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -122,7 +122,14 @@ class ProcessEngine:
         lacks = frozenset(LIMITS) - self._limits
         how = await asyncio.to_thread(subtree.remedy, lacks) if lacks else ""
         unlimited = tuple(name for kind, name in LIMITS.items() if kind in lacks)
-        return Availability(ok=True, detail="ready", isolation=text, unlimited=unlimited, limits_by=how)
+        return Availability(
+            ok=True,
+            detail="ready",
+            isolation=text,
+            proxies=kernel.namespaces,
+            unlimited=unlimited,
+            limits_by=how,
+        )
 
     @property
     def _hides(self) -> bool:
@@ -160,7 +167,8 @@ class ProcessEngine:
             "log": launch.log_path,
             "memory_mib": launch.memory_mib,
             "namespaces": self._namespaces,
-            "network": self._network,
+            "network": self._network if launch.proxy is None else "none",
+            "proxy": launch.proxy is not None,
             "sandbox": await asyncio.to_thread(self._sandboxed, launch),
             "reads": [shown.source for shown in launch.data],
             "groups": {},
@@ -173,7 +181,7 @@ class ProcessEngine:
             if "memory" in group.kinds:
                 spec["memory_mib"] = None  # the group limits the whole guest
             entry = dataclasses.replace(entry, groups=group.directories)
-        guest = ProcessGuest(self._switch, tuple(map(Path, entry.groups)))
+        guest = ProcessGuest(self._switch, tuple(map(Path, entry.groups)), launch.proxy)
         try:
             await guest.start(spec, entry)
         except BaseException:
@@ -214,8 +222,13 @@ class ProcessEngine:
 class ProcessGuest:
     """A process tree that runs one attempt, below its watcher (`guest_init`)."""
 
-    def __init__(self, switch: KillSwitch, groups: tuple[Path, ...] = ()) -> None:
-        self._switch, self._groups = switch, groups
+    def __init__(
+        self,
+        switch: KillSwitch,
+        groups: tuple[Path, ...] = (),
+        proxy: Callable[[socket.socket], None] | None = None,
+    ) -> None:
+        self._switch, self._groups, self._proxy = switch, groups, proxy
         self._key = ""
         self._first: Process | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -343,6 +356,9 @@ class ProcessGuest:
                     code, oom, reported = int(fact["exit"]), bool(fact["oom"]), True
                 elif "first" in fact:
                     first, self._first = True, process_of(int(fact["first"]))
+                    if self._proxy is not None and self._doors is not None:
+                        _, descriptors, _, _ = socket.recv_fds(self._doors, 16, 1, socket.MSG_DONTWAIT)
+                        self._proxy(socket.socket(fileno=descriptors[0]))
                 else:
                     self.isolation = fact["isolation"]
                 if first and self.isolation:

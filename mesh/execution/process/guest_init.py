@@ -4,7 +4,8 @@ It makes namespaces where the kernel allows, starts the job in its own session, 
 daemon's end of the pipe closes: a guest never outlives its daemon. The pipe brings the job as a line of JSON, then lines with
 the time until which it may run (seconds of CLOCK_BOOTTIME); after that the guest is stopped until a later line allows more.
 Reports are JSON lines on the status pipe: {"first": pid}, {"isolation": ...}, and at the end {"exit": code, "oom": ...}. A
-socket brings descriptors: each is one end of a session, for which a process is added to the guest (`session_agent`).
+socket brings descriptors: each is one end of a session, for which a process is added to the guest (`session_agent`). By it the
+daemon first gets the socket for its proxy, if the guest has one.
 
 This is no sandbox: except for hidden files (`sandbox`) and rights given up (`confinement`), the job may do what its user may.
 """
@@ -23,6 +24,7 @@ import struct
 import sys
 import time
 
+from mesh.execution import guest_network
 from mesh.execution.process import confinement, sandbox, session_agent
 from mesh.execution.process.guest_cgroup import GuestGroup
 from mesh.util.boottime import Alarm, boot_s
@@ -47,6 +49,9 @@ def main() -> None:
     isolation = enter_namespaces(spec["namespaces"], spec["network"] == "none")
     if spec["network"] == "none" and isolation != "namespaces":
         sys.exit("it cannot be kept from the network here")
+    if spec["proxy"]:
+        with guest_network.listen() as listener:  # the daemon's alone from now on
+            socket.send_fds(doors, [b"proxy"], [listener.fileno()])
     log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.setsid()

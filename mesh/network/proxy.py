@@ -1,0 +1,376 @@
+"""Proxy: one job's only way to hosts, those that it asked for by name (docs/explanation/egress.md).
+
+It accepts on a socket that listens inside the guest's network, so no other job can use it. `CONNECT` leads to a destination whose
+TLS must name the same host in its first message; `http://` goes to port 80. What comes in is a guest's: heads are bounded before
+they are read, connections, time and bytes are bounded, and the address that was checked is the one that is connected to.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+
+import h11
+
+from mesh.model.destinations import HTTP_PORT, DestinationError, destination
+from mesh.network.addresses import NotPublic, PublicAddresses
+from mesh.network.client_hello import ACCESS_DENIED, HelloReader, HelloRefused
+from mesh.util.byte_text import amount
+from mesh.util.task_set import TaskSet
+
+CONNECTIONS = 128  # of one job at a time (own choice); further ones wait in the guest's kernel
+ACCEPT_S = (
+    0.005  # between two connections of one job: a guest that only connects costs 200 of them a second (own choice)
+)
+RETRY_S = 1.0  # after this machine had no descriptors for another connection (own choice)
+HEAD_BYTES = 16_384  # h11's default for the head of a request or answer
+READ_BYTES = 4096  # while a head or a ClientHello is read: the most beyond their bounds
+PIECE_BYTES = 65_536
+HANDSHAKE_S = 20.0  # for a request and its connection, and then for the ClientHello (own choice)
+CONNECT_S, ADDRESSES = 5.0, 4  # for one address, and how many are tried (own choice)
+IDLE_S = 600.0  # without a byte in either direction (own choice)
+REFUSALS_TOLD = 16  # different refused destinations of one attempt in its events (own choice)
+JOBS_KNOWN = 4096  # whose bytes are counted; the oldest is forgotten (own choice)
+HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-connection",
+    b"proxy-authorization",
+    b"te",
+    b"upgrade",
+}  # RFC 9110 7.6.1
+_ABSOLUTE = re.compile(r"http://([^/?]*)([/?].*)?")
+
+Resolve = Callable[[str], Awaitable[list[str]]]
+Read = Callable[[], Awaitable[bytes]]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+log = logging.getLogger(__name__)
+
+
+class Refusal(Exception):
+    """A request that is not served. `where`: its destination, if it has one."""
+
+    def __init__(self, status: int, text: str, where: str = "") -> None:
+        super().__init__(text)
+        self.status, self.where = status, where
+
+
+class Proxies:
+    """The proxies of one node. `allowed`: by its owner; `most_bytes`: of one job, both ways, while the daemon runs."""
+
+    def __init__(self, allowed: Iterable[str], most_bytes: int, resolve: Resolve | None = None) -> None:
+        self._allowed, self._most = frozenset(allowed), most_bytes
+        self._resolve = resolve or PublicAddresses()
+        self._used: dict[bytes, int] = {}
+
+    def proxy(self, job: bytes, asked: Iterable[str], note: Callable[[str], None]) -> "Proxy":
+        """Return the proxy of one attempt; `note` reports what it reaches."""
+        return Proxy(self._allowed.intersection(asked), self._resolve, lambda size: self._spend(job, size), note)
+
+    def _spend(self, job: bytes, size: int) -> None:
+        used = self._used.pop(job, 0)
+        self._used[job] = used + size
+        while len(self._used) > JOBS_KNOWN:
+            del self._used[next(iter(self._used))]
+        if used + size > self._most:
+            raise Refusal(429, f"the job has used its {amount(self._most)} of the network here (network_gib)")
+
+
+class Traffic:
+    """What an attempt exchanged with one destination, in bytes."""
+
+    def __init__(self) -> None:
+        self.connections = self.sent = self.received = 0
+
+    def __str__(self) -> str:
+        count = f"{self.connections} connection{'' if self.connections == 1 else 's'}"
+        return f"{count}, {amount(self.sent)} sent, {amount(self.received)} received"
+
+
+class Proxy:
+    """The proxy of one attempt."""
+
+    def __init__(
+        self, allowed: frozenset[str], resolve: Resolve, spend: Callable[[int], None], note: Callable[[str], None]
+    ) -> None:
+        self._allowed, self._resolve, self._spend, self._note = allowed, resolve, spend, note
+        self._loop = asyncio.get_running_loop()
+        self._traffic: dict[str, Traffic] = {}
+        self._refused: set[str] = set()
+        self._tasks = TaskSet(log)
+        self._room = asyncio.Semaphore(CONNECTIONS)
+        self._closed = False
+
+    def listen(self, listener: socket.socket) -> None:
+        """Serve what connects to this socket, which nobody else may hold. From any thread."""
+        self._loop.call_soon_threadsafe(self._begin, listener)
+
+    def _begin(self, listener: socket.socket) -> None:
+        if self._closed:
+            listener.close()
+        else:
+            self._tasks.start(self._accept(listener), "proxy of a job")
+
+    async def close(self) -> None:
+        """End all connections, and report what they carried."""
+        self._closed = True
+        await self._tasks.close()
+        for where, traffic in self._traffic.items():
+            self._note(f"{where}: {traffic}")
+        self._traffic.clear()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            listener.setblocking(False)
+            while True:
+                await self._room.acquire()
+                try:
+                    connection, _ = await self._loop.sock_accept(listener)
+                except OSError as error:
+                    log.warning("the proxy of a job cannot accept: %s", error)
+                    self._room.release()
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                self._tasks.start(self._serve(connection), "connection of a job")
+                await asyncio.sleep(ACCEPT_S)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._room.release)
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(sock=connection, limit=PIECE_BYTES)
+                ends.callback(writer.transport.abort)
+                await self._answer(reader, writer)
+                writer.close()
+                async with asyncio.timeout(HANDSHAKE_S):  # a guest may not read what is left
+                    await writer.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                request = await _event(client, lambda: reader.read(READ_BYTES))
+                if not isinstance(request, h11.Request):
+                    return
+                where, path = _asked(request)
+                upstream = await self._connect(where)
+        except (Refusal, h11.RemoteProtocolError, TimeoutError) as error:
+            refusal = _refusal_of(error)
+            self._tell_refused(refusal)
+            await _say(client, writer, refusal)
+            return
+        try:
+            if path is None:
+                await self._tunnel(client, (reader, writer), upstream, where)
+            else:
+                await self._forward(client, (reader, writer), upstream, where, request, path)
+        except (Refusal, HelloRefused) as error:
+            self._tell_refused(_refusal_of(error, where))
+            if isinstance(error, HelloRefused):
+                writer.write(ACCESS_DENIED)
+                await writer.drain()
+        except (TimeoutError, h11.ProtocolError):
+            pass  # the guest sees its connection closed
+        finally:
+            upstream[1].transport.abort()
+
+    async def _connect(self, where: str) -> Streams:
+        """Connect to an allowed destination, at an address that was checked. Refusal."""
+        if where not in self._allowed:
+            raise Refusal(403, f"{where} is not among the hosts that the job asked for (mesh run --network)", where)
+        self._spend(0)
+        host, _, port = where.rpartition(":")
+        try:
+            addresses = await self._resolve(host)
+        except NotPublic as error:
+            raise Refusal(403, str(error), where) from error
+        except (OSError, UnicodeError) as error:
+            raise Refusal(502, f"{host} was not found: {error}", where) from error
+        problem: OSError | None = None
+        for address in addresses[:ADDRESSES]:
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    streams = await asyncio.open_connection(address, int(port), limit=PIECE_BYTES)
+            except OSError as error:  # also a time that is over
+                problem = error
+                continue
+            if where not in self._traffic:
+                self._note(f"connected to {where}")
+            self._traffic.setdefault(where, Traffic()).connections += 1
+            return streams
+        raise Refusal(502, f"{where} does not answer: {problem or 'it has no address'}", where)
+
+    async def _tunnel(self, client: h11.Connection, guest: Streams, server: Streams, where: str) -> None:
+        """Pass bytes between a guest and a server once the guest's TLS has named the server's host."""
+        reader, writer = guest
+        answer = client.send(h11.Response(status_code=200, headers=[], reason=b"Connection established"))
+        assert answer is not None
+        writer.write(answer)
+        hello = HelloReader()
+        async with asyncio.timeout(HANDSHAKE_S):
+            name = hello.feed(client.trailing_data[0])
+            while name is None:
+                data = await reader.read(READ_BYTES)
+                if not data:
+                    return
+                name = hello.feed(data)
+        host = where.rpartition(":")[0]
+        if name != host:
+            raise HelloRefused(f"TLS for {name[:253] if name.isprintable() else 'another host'}, not for {host}")
+        self._count(where, bytes(hello.received), 0)
+        server[1].write(hello.received)
+        async with asyncio.timeout(IDLE_S) as idle:
+            sent, received = (self._reading(end, where, idle, way) for way, end in enumerate((guest, server)))
+            await _both(_pump(sent, server[1]), _pump(received, writer))
+
+    async def _forward(
+        self, client: h11.Connection, guest: Streams, server: Streams, where: str, request: h11.Request, path: str
+    ) -> None:
+        """Pass on one request in plain HTTP, with the host that was checked, and its answer."""
+        host = where.rpartition(":")[0].encode()
+        onward = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES)
+        kept = [(name, value) for name, value in _kept(request.headers) if name != b"host"]
+        head = h11.Request(method=request.method, target=path, headers=[(b"Host", host), *kept])
+
+        async def up() -> None:
+            event: h11.Event = head
+            try:
+                while not isinstance(event, h11.EndOfMessage):
+                    await _write(onward, server[1], event)
+                    event = await _event(client, sent)
+                await _write(onward, server[1], event)
+            except BaseException:
+                server[1].transport.abort()
+                raise
+
+        async def down() -> None:
+            while True:
+                event = await _event(onward, received)
+                if isinstance(event, h11.Response | h11.InformationalResponse):
+                    event = type(event)(
+                        status_code=event.status_code, headers=_kept(event.headers), reason=event.reason
+                    )
+                await _write(client, guest[1], event)
+                if isinstance(event, h11.EndOfMessage):
+                    return
+
+        async with asyncio.timeout(IDLE_S) as idle:
+            sent, received = (self._reading(end, where, idle, way) for way, end in enumerate((guest, server)))
+            sending = asyncio.ensure_future(up())
+            try:
+                await down()  # a server may answer before it has the whole request
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+
+    def _reading(self, end: Streams, where: str, idle: asyncio.Timeout, way: int) -> Read:
+        """Return how to read from one end of a connection, in which each byte counts."""
+
+        async def read() -> bytes:
+            data = await end[0].read(PIECE_BYTES)
+            self._count(where, data, way)
+            if not idle.expired():
+                idle.reschedule(self._loop.time() + IDLE_S)
+            return data
+
+        return read
+
+    def _count(self, where: str, data: bytes, way: int) -> None:
+        traffic = self._traffic.setdefault(where, Traffic())
+        traffic.sent, traffic.received = traffic.sent + len(data) * (1 - way), traffic.received + len(data) * way
+        self._spend(len(data))
+
+    def _tell_refused(self, refusal: Refusal) -> None:
+        """Report a refused destination, each once."""
+        if refusal.where not in self._refused and len(self._refused) < REFUSALS_TOLD:
+            self._refused.add(refusal.where)
+            self._note(f"refused: {refusal}")
+
+
+def _asked(request: h11.Request) -> tuple[str, str | None]:
+    """Return the destination of a request, and its path there; None for a tunnel. Refusal."""
+    target = request.target.decode("ascii")  # h11 takes no other bytes
+    try:
+        if request.method == b"CONNECT":
+            return destination(target), None
+        found = _ABSOLUTE.fullmatch(target)
+        if found is None:
+            raise Refusal(400, "this is a proxy: it takes CONNECT, and http:// addresses")
+        authority, path = found[1], found[2] or "/"
+        where = destination(authority if ":" in authority else f"{authority}:{HTTP_PORT}")
+    except DestinationError as error:
+        raise Refusal(400, str(error)) from error
+    if not where.endswith(f":{HTTP_PORT}"):
+        raise Refusal(403, f"plain HTTP goes to port {HTTP_PORT} only, not to {where}", where)
+    names = {name for name, _ in request.headers}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        raise Refusal(400, "a request has one length", where)
+    return where, path if path[0] == "/" else f"/{path}"
+
+
+def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers that are for the other end; the connection ends with the exchange."""
+    named = {word.strip().lower() for name, value in headers if name == b"connection" for word in value.split(b",")}
+    return [(name, value) for name, value in headers if name not in HOP_BY_HOP | named] + [(b"Connection", b"close")]
+
+
+def _refusal_of(error: Exception, where: str = "") -> Refusal:
+    match error:
+        case Refusal():
+            return error
+        case h11.RemoteProtocolError():
+            return Refusal(error.error_status_hint, f"no HTTP that this proxy takes: {error}")
+        case HelloRefused():
+            return Refusal(403, f"{where} by {error}", where)
+    return Refusal(504, f"no answer within {HANDSHAKE_S:g} s")
+
+
+async def _event(connection: h11.Connection, read: Read) -> h11.Event:
+    """Return the next event of a connection; RemoteProtocolError if it ends too early."""
+    while True:
+        event = connection.next_event()
+        if event is h11.PAUSED:
+            raise h11.RemoteProtocolError("nothing more is expected")
+        if not isinstance(event, type(h11.NEED_DATA)):
+            return event  # type: ignore[return-value]
+        connection.receive_data(await read())
+
+
+async def _write(connection: h11.Connection, writer: asyncio.StreamWriter, event: h11.Event) -> None:
+    writer.write(connection.send(event) or b"")
+    await writer.drain()
+
+
+async def _pump(read: Read, writer: asyncio.StreamWriter) -> None:
+    while data := await read():
+        writer.write(data)
+        await writer.drain()
+    with contextlib.suppress(OSError):
+        writer.write_eof()
+
+
+async def _both(*work: Awaitable[None]) -> None:
+    """Wait for all of these, or the first failure; leave none running."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _say(client: h11.Connection, writer: asyncio.StreamWriter, refusal: Refusal) -> None:
+    """Answer with a refusal, if the connection still takes an answer."""
+    body = f"mesh: {refusal}\n".encode()
+    headers = [("Content-Type", "text/plain"), ("Content-Length", str(len(body))), ("Connection", "close")]
+    with contextlib.suppress(h11.LocalProtocolError, OSError):
+        for event in (
+            h11.Response(status_code=refusal.status, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            await _write(client, writer, event)
