@@ -1,9 +1,11 @@
 # A newcomer needs only `make demo` and `make test`. Each sets up what it uses.
 PYTHON := .venv/bin/python
 PYTEST_ARGS ?=
-# Three workers on two cores, since daemons wait more than they compute. Tests that share an engine or kernel feature stay on one
+# Tests start thousands of Python processes. Without cached byte code, each compiles its modules: a third of a daemon's start.
+unexport PYTHONDONTWRITEBYTECODE
+# Four workers on two cores, since daemons wait as much as they compute. Tests that share a fixture of their module stay on one
 # worker (tests/conftest.py).
-WORKERS ?= 3
+WORKERS ?= 4
 
 .PHONY: demo test test-slow adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary bench-images clean
 

@@ -1,6 +1,7 @@
 """Skip tests of tiers that this machine lacks, or fail them where the tier is required; order and group the tests."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,6 +11,7 @@ from tests.container_images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
 
 LEFT_OUT = "tier "  # prefix of the reason of such a skip
+SLOW = "slow: make test-slow runs them"
 _left_out: Counter[str] = Counter()
 
 # The time of an example depends on the load of the machine, so no deadline applies.
@@ -17,12 +19,13 @@ settings.register_profile("mesh", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("mesh")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests first, so that all workers end together, and keep each tier on one worker."""
+    """Run slow tests first, so that all workers end together. Tests that share a fixture of their module stay on one worker."""
     for item in items:
-        for tier in PROBES:
-            if item.get_closest_marker(tier):
-                item.add_marker(pytest.mark.xdist_group(tier))
+        assert isinstance(item, pytest.Function)
+        if any(fixture.scope == "module" for found in item._fixtureinfo.name2fixturedefs.values() for fixture in found):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 
 
@@ -46,7 +49,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_deselected(items: list[pytest.Item]) -> None:
     slow = sum(item.get_closest_marker("slow") is not None for item in items)
     if slow:
-        _left_out["slow: make test-slow runs them"] = slow
+        _left_out[SLOW] = slow
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist: only its workers collect
+def pytest_testnodedown(node: Any) -> None:
+    if slow := getattr(node, "workeroutput", {}).get(SLOW):
+        _left_out[SLOW] = slow
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -54,7 +63,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"left out {count} tests of tier {tier}", yellow=True)
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[SLOW] = _left_out[SLOW]
     remove_images()
     cleanup().close()
 

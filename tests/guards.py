@@ -6,11 +6,13 @@ from uuid import UUID
 
 import pytest
 
-from cuda_guard.build import libraries
+from cuda_guard.build import Libraries, libraries
 from mesh.gpus.guard import Bypass, NodeGuard
 from mesh.gpus.receipts import DeviceUse
 from placement.advert import Gpu
+from tests.fake.build import locked
 
+BUILT = Path(__file__).parents[1] / "build" / "guard"
 WAIT_S = 60.0
 
 
@@ -18,10 +20,16 @@ def gpu(uuid: UUID, vram_mib: int = 16_384) -> Gpu:
     return Gpu(f"GPU-{uuid}", "Fake H200", vram_mib)
 
 
-def use_driver(patch: pytest.MonkeyPatch, directory: Path, cache: Path) -> None:
-    """Let a guard find the driver in this directory, and its own libraries in the shared cache."""
+def built() -> Libraries:
+    """Return the guard's libraries as a daemon gets them, compiled once for all workers and runs."""
+    with locked(BUILT):
+        return libraries(BUILT)
+
+
+def use_driver(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Let a guard find the driver in this directory, and its own libraries already built."""
     patch.setenv("LD_LIBRARY_PATH", str(directory))
-    patch.setattr("mesh.gpus.guard.libraries", lambda: libraries(cache))
+    patch.setattr("mesh.gpus.guard.libraries", built)
 
 
 class Watched:

@@ -34,7 +34,7 @@ LOOKED_S = 2.5  # the display refreshes once a second
 @contextmanager
 def campus(where: Path) -> Iterator[Stack]:
     """Start three nodes with two GPUs each, and jobs on them."""
-    fakes = build(where / "fakes")
+    fakes = build()
     with Stack(3, overrides={"slots": 2}) as stack:
         for node in stack.nodes:
             world = World(where / node.nick, fakes, devices=2, memory=48 << 30, name="NVIDIA RTX A6000")

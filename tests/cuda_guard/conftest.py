@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from cuda_guard.build import Libraries, libraries
+from cuda_guard.build import Libraries
 from cuda_guard.host import Host
 from cuda_guard.page import Pages, Quota
+from tests import guards
 from tests.cuda_guard.guests import Bench, bench
 from tests.fake.build import Fakes, build
 from tests.fake.world import World
@@ -28,13 +29,12 @@ def device_uuid(number: int) -> str:
 
 @pytest.fixture(scope="session")
 def built() -> Libraries:
-    """Return the libraries as a daemon gets them."""
-    return libraries(ROOT / "build" / "guard")
+    return guards.built()
 
 
 @pytest.fixture(scope="session")
 def fakes() -> Fakes:
-    return build(ROOT / "build" / "fake")
+    return build()
 
 
 @pytest.fixture

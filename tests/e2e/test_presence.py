@@ -56,9 +56,9 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def world(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Two GPUs."""
-    with gpu_world(tmp_path, tmp_path_factory.getbasetemp().parent / "fakes", monkeypatch, devices=2) as two:
+    with gpu_world(tmp_path, monkeypatch, devices=2) as two:
         (tmp_path / "project" / "any.py").write_text(WORK)
         yield two
 

@@ -184,12 +184,11 @@ def hold(mebibytes: int) -> int:
 @pytest.mark.cc
 def test_auto_requests_the_gpu_memory_that_earlier_runs_used(
     tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     make_stack: Callable[..., Stack],
 ) -> None:
     """The GPU is fake; the guard and its receipt are real."""
-    with gpu_world(tmp_path, tmp_path_factory.getbasetemp().parent / "fakes", monkeypatch) as world:
+    with gpu_world(tmp_path, monkeypatch) as world:
         node = make_stack(1).nodes[0]
         until(lambda: shares(node), "the guard to be ready")
         client = mesh.Client(node.where.root)

@@ -19,6 +19,7 @@ from tests.e2e.commands import as_documented, finished, job_state, mesh, ok, rea
 from tests.fake import client
 from tests.fake.build import build
 from tests.fake.world import World
+from tests.guards import built
 
 pytestmark = pytest.mark.e2e
 GIB = 1 << 30
@@ -98,14 +99,16 @@ subprocess.run([sys.executable, "work.py"], env=bare)
 
 
 @contextmanager
-def gpu_world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> Iterator[World]:
-    """Provide fake GPUs for daemons of this test, and a project with GPU programs. `fakes` is the build directory."""
-    world = World(tmp_path / "world", build(fakes), devices=devices)
+def gpu_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> Iterator[World]:
+    """Provide fake GPUs for daemons of this test, a guard that is compiled already, and a project with GPU programs."""
+    world = World(tmp_path / "world", build(), devices=devices)
     for name, value in {**world.environment(), "LD_LIBRARY_PATH": str(world.fakes.cuda.parent)}.items():
         monkeypatch.setenv(name, value)
     for name in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name))
+    guard = built().cuda.parent
+    shutil.copytree(guard, tmp_path / "XDG_CACHE_HOME" / "mesh" / "guard" / guard.name)
     project = tmp_path / "project"
     project.mkdir()
     shutil.copy(client.__file__, project)
@@ -118,8 +121,8 @@ def gpu_world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch, devi
 
 
 @pytest.fixture
-def world(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with gpu_world(tmp_path, tmp_path_factory.getbasetemp().parent / "fakes", monkeypatch) as one:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with gpu_world(tmp_path, monkeypatch) as one:
         yield one
 
 
@@ -295,6 +298,7 @@ def test_guest_that_bypasses_the_guard_is_stopped_reported_and_resumed(
 def test_node_without_guard_reports_why_and_accepts_no_share(
     world: World, make_stack: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(world.path.parent / "empty"))
     monkeypatch.setenv("CC", "false")  # no libraries exist, and none can be compiled
     node = make_stack(1).nodes[0]
     problem = until(lambda: read(node, "status")["problems"].get("guard"), "the missing guard to be reported")

@@ -1,16 +1,20 @@
 """Compiles the doubles of NVIDIA's two libraries, and the one by which Python looks into their world."""
 
+import fcntl
 import hashlib
 import importlib.metadata
 import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "cuda_guard" / "native"
+BUILT = HERE.parents[1] / "build" / "fake"  # kept from one run to the next
 FLAGS = ["-std=c11", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread"]
 LINK = [
     "-lm",
@@ -33,7 +37,16 @@ class Fakes:
     world: Path
 
 
-def build(directory: Path) -> Fakes:
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Make the directory and let one process at a time build in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def build(directory: Path = BUILT) -> Fakes:
     """Built once for the same sources, however many processes ask at once."""
     table = "".join(f'ROW("{name}", {since}, {own}, {symbol})\n' for name, since, own, symbol in rows())
     digest = hashlib.sha256(table.encode() + repr(FLAGS + LINK).encode())
@@ -41,21 +54,17 @@ def build(directory: Path) -> Fakes:
         digest.update(path.read_bytes())
     target = directory / digest.hexdigest()[:16]
     fakes = Fakes(target / "libcuda.so.1", target / "libnvidia-ml.so.1", target / "libworld.so")
-    if not target.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as name:
-            scratch = Path(name) / "built"
-            scratch.mkdir()
-            (scratch / "table.inc").write_text(table)
-            driver = sorted({path.name for path in HERE.glob("*.c")} - {*WORLD, *NVML, *PYTHON})
-            _compile(scratch, fakes.cuda.name, [*driver, *WORLD], "cu")
-            _compile(scratch, fakes.nvml.name, [*NVML, *WORLD], "nvml")
-            _compile(scratch, fakes.world.name, [*PYTHON, *WORLD], "python_")
-            try:
+    with locked(directory):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=directory) as name:
+                scratch = Path(name) / "built"
+                scratch.mkdir()
+                (scratch / "table.inc").write_text(table)
+                driver = sorted({path.name for path in HERE.glob("*.c")} - {*WORLD, *NVML, *PYTHON})
+                _compile(scratch, fakes.cuda.name, [*driver, *WORLD], "cu")
+                _compile(scratch, fakes.nvml.name, [*NVML, *WORLD], "nvml")
+                _compile(scratch, fakes.world.name, [*PYTHON, *WORLD], "python_")
                 scratch.rename(target)
-            except OSError:  # somebody else was faster
-                if not target.exists():
-                    raise
     return fakes
 
 

@@ -27,15 +27,14 @@ OpenLab = Callable[..., AbstractAsyncContextManager[Lab]]
 
 
 @pytest.fixture
-def open_lab(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> OpenLab:
+def open_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenLab:
     """Its driver is its own copy, for NVML is asked by this process too, and a copy stays with its first world."""
-    cache = tmp_path_factory.getbasetemp().parent
-    fakes = build(cache / "fakes")
+    fakes = build()
     shutil.copytree(fakes.cuda.parent, tmp_path / "driver")
     world = World(tmp_path / "world", fakes)
     monkeypatch.setenv("FAKE_GPU_WORLD", str(world.path))
     monkeypatch.setattr("mesh.gpus.guard.LOOK_S", 0.1)
-    use_driver(monkeypatch, tmp_path / "driver", cache / "guard")
+    use_driver(monkeypatch, tmp_path / "driver")
     (tmp_path / "attempt").mkdir()
 
     @asynccontextmanager

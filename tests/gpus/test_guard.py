@@ -24,13 +24,13 @@ def launch(*gpus: Portion) -> Launch:
 
 
 @pytest.fixture
-def driver(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that looks like NVIDIA's."""
     directory = tmp_path / "driver"
     directory.mkdir()
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         (directory / name).touch()
-    use_driver(monkeypatch, directory, tmp_path_factory.getbasetemp().parent / "guard")
+    use_driver(monkeypatch, directory)
     return directory
 
 

@@ -80,13 +80,10 @@ class Lab(Bench):
 
 
 @pytest.fixture
-async def lab(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Lab]:
-    cache = tmp_path_factory.getbasetemp().parent
-    fakes = build(cache / "fakes")
+async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+    fakes = build()
     world = World(tmp_path / "world", fakes)
-    use_driver(monkeypatch, fakes.cuda.parent, cache / "guard")
+    use_driver(monkeypatch, fakes.cuda.parent)
     (tmp_path / "attempt").mkdir()
     async with Watched(tmp_path / "pages", (gpu(world.uuids[0]),)) as watched:
         assert watched.told == [""]

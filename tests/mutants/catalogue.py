@@ -6,6 +6,7 @@ Each entry replaces a text of one source file, so that one rule of safety no lon
 import random
 import tomllib
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -50,13 +51,14 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mutant: list[Mutant]
 
 
-def catalogue() -> list[Mutant]:
+@cache
+def catalogue() -> tuple[Mutant, ...]:
     """Return all entries, by area and in the order of the files."""
     found = []
     for path in sorted(HERE.glob("*.toml")):
         entries = msgspec.convert(tomllib.loads(path.read_text()), _File).mutant
         found += [msgspec.structs.replace(mutant, area=path.stem) for mutant in entries]
-    return found
+    return tuple(found)
 
 
 def chosen(only: str) -> list[Mutant]:

@@ -138,19 +138,24 @@ def judge(tree: Tree, mutant: Mutant) -> Outcome:
     return outcome(BROKEN, f"pytest ended with {run.status}: {run.output[-2000:]}")
 
 
-def judge_all(mutants: list[Mutant], jobs: int, report: Callable[[Outcome], None]) -> list[Outcome]:
-    """Judge these faults in `jobs` copies at a time. The tests must pass without a fault first: RuntimeError otherwise."""
+def judge_all(
+    mutants: list[Mutant], jobs: int, report: Callable[[Outcome], None], unbroken: bool = True
+) -> list[Outcome]:
+    """Judge these faults in `jobs` copies at a time.
+
+    With `unbroken`, the tests must pass without a fault first: RuntimeError otherwise.
+    """
     with TemporaryDirectory(prefix="mutants-") as directory:
         Path(directory).chmod(0o755)  # some tests run programs of the copy as another user
         trees: SimpleQueue[Tree] = SimpleQueue()
         for number in range(min(jobs, len(mutants))):
             trees.put(Tree(Path(directory) / str(number)))
-        tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
+        tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests) if unbroken else {}
         tree = trees.get()
-        unbroken = tree.run(tests, LIMIT_S * len(mutants)) if tests else Run(0, "")
+        whole = tree.run(tests, LIMIT_S * len(mutants)) if tests else Run(0, "")
         trees.put(tree)
-        if unbroken.status != 0:
-            raise RuntimeError(f"the tests fail without a fault:\n{unbroken.output[-4000:]}")
+        if whole.status != 0:
+            raise RuntimeError(f"the tests fail without a fault:\n{whole.output[-4000:]}")
 
         def one(mutant: Mutant) -> Outcome:
             tree = trees.get()

@@ -146,12 +146,12 @@ class Lent:
 
 
 @pytest.fixture
-async def lent(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+async def lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     directory = tmp_path / "driver"
     directory.mkdir()
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         (directory / name).touch()
-    use_driver(monkeypatch, directory, tmp_path_factory.getbasetemp().parent / "guard")
+    use_driver(monkeypatch, directory)
     async with Watched(tmp_path / "pages", (GPU,)) as watched:
         found = Lent(watched, monkeypatch)
         await found.is_needed()
