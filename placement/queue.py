@@ -20,7 +20,8 @@ AGE_POINT_S = (
 )
 FAIR_POINTS = 20  # lead of a user without usage over a user with all of it (own choice)
 LET_PASS_S = 20.0  # a free place is reserved this long for the first job in the queue; several rounds of a leader
-IDLE_S = 120.0  # nothing is reserved this long for a job that did not take its place (own choice)
+IDLE_S = 120.0  # nothing is reserved this long for a job that did not take its place, doubled each time (own choice)
+IDLE_MAX_S = 86_400.0  # so that jobs without witnesses, whose users have gone, do not keep the places of others in turn
 NEVER = 2**62
 HALF_LIFE_S = 7 * 86_400  # of recorded usage; Slurm's PriorityDecayHalfLife
 
@@ -111,19 +112,21 @@ class Patience:
 
     def __init__(self) -> None:
         self._since: dict[tuple[bytes, bytes], float] = {}
-        self._idle_until: dict[bytes, float] = {}
+        self._idle: dict[bytes, tuple[float, float]] = {}  # until when, and for how long that was
 
     def idle(self, now: float) -> frozenset[bytes]:
         """Return the jobs for which nothing is reserved now; `now` is seconds of a monotonic clock."""
-        self._idle_until = {job: until for job, until in self._idle_until.items() if until > now}
-        return frozenset(self._idle_until)
+        self._idle = {job: (until, for_s) for job, (until, for_s) in self._idle.items() if until + IDLE_MAX_S > now}
+        return frozenset(job for job, (until, _) in self._idle.items() if until > now)
 
     def saw(self, kept: Iterable[tuple[bytes, bytes]], now: float) -> None:
         """Record the places that are reserved now."""
         self._since = {place: self._since.get(place, now) for place in kept}
         for (job, _), since in self._since.items():
-            if now - since > LET_PASS_S:
-                self._idle_until[job] = now + IDLE_S
+            until, before_s = self._idle.get(job, (now, IDLE_S / 2))
+            if now - since > LET_PASS_S and until <= now:
+                for_s = min(IDLE_MAX_S, 2 * before_s)
+                self._idle[job] = now + for_s, for_s
 
 
 def mean_of(usage: Mapping[str, int]) -> int:

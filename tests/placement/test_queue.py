@@ -10,6 +10,7 @@ from placement.queue import (
     AGE_POINT_S,
     FAIR_POINTS,
     HALF_LIFE_S,
+    IDLE_MAX_S,
     IDLE_S,
     LET_PASS_S,
     MAX_PRIORITY,
@@ -133,6 +134,18 @@ def test_patience_marks_job_idle_after_unused_reservation() -> None:
     idle, mine = waiting("idle", priority=90), waiting("mine")
     queue = Queue([idle, mine], {}, [slots(A, 1)], NOW, idle={idle.job})
     assert queue.left_for(mine, [slots(A, 1)])[0].slots_free == 1
+
+
+def test_jobs_that_nobody_can_start_leave_the_places_to_others_ever_longer() -> None:
+    """Regression (simulator seed 1222043): the reservations of seven jobs without witnesses followed each other for ever."""
+    patience, lost, slot = Patience(), [waiting(f"lost{n}", priority=90) for n in range(50)], slots(A, 1)
+    free_s, step_s, all_s = 0, 5, 12 * 3600
+    for now in range(0, all_s, step_s):
+        queue = Queue(lost, {}, [slot], NOW, idle=patience.idle(now))
+        patience.saw(queue.kept, now)
+        free_s += 0 if queue.kept else step_s
+    assert free_s > all_s / 2
+    assert patience.idle(now) and not patience.idle(now + 2 * IDLE_MAX_S), "and get another chance"
 
 
 jobs = st.lists(
