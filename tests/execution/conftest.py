@@ -9,10 +9,17 @@ import pytest
 
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.engine import Engine
+from mesh.execution.process import subtree
 from mesh.execution.process.engine import ProcessEngine
 from mesh.util.processes import Process, process_of
 from tests.container_images import busybox_image
 from tests.execution.bench import Bench
+
+
+@pytest.fixture(scope="session", autouse=True)
+def subtree_of_groups() -> None:
+    """Take over control groups as the daemon does, so that guests get limits on machines with version 2."""
+    subtree.claim(1.0)
 
 
 @pytest.fixture(params=["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
