@@ -20,7 +20,8 @@ demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
 test: venv
 	$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-# Negative controls of the job simulator: each takes one rule out and plays seeds until a checker notices. Half an hour.
+# Negative controls of the simulator (each takes one rule out and plays seeds until a checker notices), its later seeds, variants of the
+# framework trainings and the demo in containers. Forty minutes.
 test-slow: venv
 	$(PYTHON) -m pytest -m slow -n $(WORKERS) --timeout 1800 $(PYTEST_ARGS)
 

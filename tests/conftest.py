@@ -12,6 +12,7 @@ from tests.tiers import PROBES, REQUIRE, required
 
 LEFT_OUT = "tier "  # prefix of the reason of such a skip
 SLOW = "slow: make test-slow runs them"
+LONG = ("tests/integrations/", "tests/mutants/", "tests/netns/", "tests/sim/")  # tests of up to a minute
 _left_out: Counter[str] = Counter()
 
 # The time of an example depends on the load of the machine, so no deadline applies.
@@ -26,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(item, pytest.Function)
         if any(fixture.scope == "module" for found in item._fixtureinfo.name2fixturedefs.values() for fixture in found):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None and not item.nodeid.startswith(LONG))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "train_digits.py"
-EPOCHS = "6"
+EPOCHS = "4"
 
 
 def start(ckpt: Path, **env: str) -> subprocess.Popen[str]:
@@ -22,8 +22,8 @@ def start(ckpt: Path, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(ckpt: Path) -> str:
-    process = start(ckpt)
+def finish(ckpt: Path, **env: str) -> str:
+    process = start(ckpt, **env)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     return out.split("sha256 ")[1].split()[0]
@@ -38,8 +38,16 @@ def wait_for_epoch(process: subprocess.Popen[str], epoch: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return finish(tmp_path_factory.mktemp("undisturbed"))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Run it undisturbed; return its digest, and the directory with its progress and its results."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    (home / "ctl").mkdir()
+    return finish(home / "ckpt", MESH_CTL_DIR=str(home / "ctl"), MESH_OUT_DIR=str(home / "out")), home
+
+
+@pytest.fixture
+def undisturbed(whole: tuple[str, Path]) -> str:
+    return whole[0]
 
 
 def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
@@ -75,15 +83,13 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, undisturbed:
     assert out.split("sha256 ")[1].split()[0] == undisturbed
 
 
-def test_training_reports_progress_and_publishes_weights(tmp_path: Path, undisturbed: str) -> None:
+def test_training_reports_progress_and_publishes_weights(whole: tuple[str, Path]) -> None:
     import hashlib
 
-    (tmp_path / "ctl").mkdir()
-    process = start(tmp_path / "ckpt", MESH_CTL_DIR=str(tmp_path / "ctl"), MESH_OUT_DIR=str(tmp_path / "out"))
-    process.communicate(timeout=120)
-    progress = json.loads((tmp_path / "ctl" / "progress.json").read_text())
+    digest, home = whole
+    progress = json.loads((home / "ctl" / "progress.json").read_text())
     assert progress["step"] == progress["of"] > 0
-    assert hashlib.sha256((tmp_path / "out" / "weights.bin").read_bytes()).hexdigest() == undisturbed
+    assert hashlib.sha256((home / "out" / "weights.bin").read_bytes()).hexdigest() == digest
 
 
 def test_sigterm_without_a_mesh_exits_with_143(tmp_path: Path) -> None:

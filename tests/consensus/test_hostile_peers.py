@@ -128,7 +128,7 @@ facts = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     script=st.lists(st.tuples(nodes, st.one_of(messages, facts, st.none())), max_size=25), seconds=st.floats(0.0, 20.0)
 )

@@ -35,6 +35,15 @@ def test_invalid_upload_budgets_are_refused(tmp_path: Path, value: str) -> None:
         load_settings(tmp_path / "config.toml", {})
 
 
+@pytest.mark.parametrize(
+    ("text", "word"), [("slots = 'many'", "slots"), ("slots = 99999", "slots"), ("= =", "config.toml")]
+)
+def test_bad_settings_are_named(tmp_path: Path, text: str, word: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        load_settings(tmp_path / "config.toml", {})
+
+
 def test_state_directory_is_private(tmp_path: Path) -> None:
     where = Layout(tmp_path / "a" / "state")
     where.make()

@@ -49,9 +49,11 @@ def test_demo_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> Non
     check(*demo(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.docker
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_demo_in_containers(tmp_path: Path) -> None:
+    """The same story takes a minute of computation again; test_containers.py moves a job between containers."""
     check(*demo(tmp_path, "--engine", "docker"))
 
 

@@ -192,22 +192,16 @@ def test_up_without_a_mesh_reports_the_next_step(home: Path) -> None:
     assert done.returncode == 1 and "mesh init" in done.stderr and "mesh join" in done.stderr
 
 
-def test_second_up_reports_that_the_daemon_runs(home: Path) -> None:
-    state = found(home)
-    done = mesh(state, "up", *LOCAL)
-    assert done.returncode == 1 and "runs here already" in done.stderr
-    assert alive(state) == {"desk"}
-
-
-@pytest.mark.parametrize("option", ["--port", "--api-port"])
-def test_port_in_use_is_reported_with_the_next_step(home: Path, option: str) -> None:
+def test_port_in_use_is_reported_with_the_next_step(home: Path) -> None:
     state = home / "a"
     ok(state, "init", "lab")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = str(taken.getsockname()[1])
-        done = mesh(state, "up", *LOCAL, option, number)
-    assert done.returncode == 1 and number in done.stderr and option in done.stderr and "Traceback" not in done.stderr
-    assert "is up" in ok(state, "up", *LOCAL), "the daemon must start once the port is free"
+        for option in ("--port", "--api-port"):
+            done = mesh(state, "up", *LOCAL, option, number)
+            assert done.returncode == 1 and number in done.stderr and option in done.stderr, option
+            assert "Traceback" not in done.stderr
+    assert "is up" in ok(state, "up", *LOCAL, "--api-port", number), "the daemon must start once the port is free"
 
 
 def test_missing_daemon_is_reported_with_the_next_step(home: Path) -> None:
@@ -221,8 +215,11 @@ def test_missing_daemon_is_reported_with_the_next_step(home: Path) -> None:
     assert done.returncode == 3 and "Start one with `mesh up`" in done.stderr and done.stdout == ""
 
 
-def test_killed_daemon_starts_again(home: Path) -> None:
+def test_daemon_starts_once_and_again_after_it_was_killed(home: Path) -> None:
     state = found(home)
+    done = mesh(state, "up", *LOCAL)
+    assert done.returncode == 1 and "runs here already" in done.stderr
+    assert alive(state) == {"desk"}
     os.kill(read(state, "status")["pid"], signal.SIGKILL)
     until(lambda: mesh(state, "status").returncode == 3, "the daemon to be gone")
     assert "is up" in ok(state, "up", *LOCAL)
@@ -245,14 +242,10 @@ def damaged(name: str, data: bytes = b"\xff\x00rubbish") -> Damage:
         (damaged("node.key", b""), "node.key"),
         (damaged("genesis"), "genesis"),
         (damaged("chain"), "chain"),
-        (damaged("config.toml", b"slots = 'many'"), "config.toml"),
         (damaged("config.toml", b"slotz = 3"), "slotz"),
-        (damaged("config.toml", b"slots = 99999"), "slots"),
-        (damaged("config.toml", b"upload_mbps = -1"), "upload_mbps"),
         (damaged("config.toml", b"join = ['no:such:port']"), "no:such:port"),
-        (damaged("config.toml", b"= ="), "config.toml"),
     ],
-    ids=["key", "empty-key", "genesis", "chain", "type", "typo", "range", "rate", "address", "syntax"],
+    ids=["key", "empty-key", "genesis", "chain", "typo", "address"],
 )
 def test_damaged_state_files_are_reported_and_left_unchanged(home: Path, damage: Damage, word: str) -> None:
     state = home / "a"
@@ -265,24 +258,17 @@ def test_damaged_state_files_are_reported_and_left_unchanged(home: Path, damage:
     assert {name: after.get(name) for name in before} == before
 
 
-def test_damaged_journal_is_moved_aside_and_reported(home: Path) -> None:
+def test_damaged_journal_and_regenerable_files_do_not_prevent_a_start(home: Path) -> None:
+    """The journal is moved aside and reported; the other files are made anew."""
     state = found(home)
     ok(state, "down")
     (state / "journal.sqlite").write_bytes(b"rubbish" * 1000)
+    for name in ("gossip/snapshot.json", "seeds", "store/index.sqlite"):
+        assert (state / name).exists(), name
+        (state / name).write_bytes(b"\xff\x00rubbish")
     ok(state, "up", *LOCAL)
     assert "damaged journal moved to" in ok(state, "job", "events")
     assert [path.read_bytes()[:7] for path in state.glob("journal.damaged-*")] == [b"rubbish"]
-
-
-@pytest.mark.parametrize("name", ["gossip/snapshot.json", "seeds", "store/index.sqlite"])
-def test_damaged_regenerable_files_do_not_prevent_start(home: Path, name: str) -> None:
-    state = found(home)
-    ok(state, "down")
-    path = state / name
-    assert path.exists()
-    path.write_bytes(b"\xff\x00rubbish")
-    done = mesh(state, "up", *LOCAL)
-    assert done.returncode == 0, done.stderr
 
 
 def test_unwritable_state_directory_is_reported(home: Path) -> None:

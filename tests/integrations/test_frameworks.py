@@ -13,24 +13,51 @@ from tests.integrations.trainings import SHORT, TIMEOUT_S, Attempt, digest_of, r
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(2 * TIMEOUT_S)]
 Undisturbed = Callable[..., str]
 PROGRAMS = ["train_hf.py", "train_lightning.py"]
+SLOW = pytest.mark.slow
 
 
-# Stops are early, within an epoch (of 8 steps by default), at its end, and where a validation follows.
+# Stops are early, within an epoch (of 8 steps by default), at its end, and where a validation follows. Each case takes ten
+# seconds of computation, so `make test` has one of each framework.
 @pytest.mark.parametrize(
     ("program", "options", "stops"),
     [
         pytest.param("train_hf", "", [1, 4, 8, 17], id="hf"),
-        pytest.param("train_hf", "--best", [3, 7, 16], id="hf-best-model"),
-        pytest.param("train_hf", "--best --save epoch --max-steps 20", [5, 8, 19], id="hf-by-epoch-and-cut-off"),
+        pytest.param("train_hf", "--best", [3, 7, 16], id="hf-best-model", marks=SLOW),
+        pytest.param(
+            "train_hf",
+            "--best --save epoch --max-steps 20",
+            [5, 8, 19],
+            id="hf-by-epoch-and-cut-off",
+            marks=SLOW,
+        ),
         pytest.param("train_lightning", "", [1, 4, 8, 17], id="lightning"),
-        pytest.param("train_lightning", "--validate-every 5", [2, 5, 13, 16], id="lightning-validation-within"),
-        pytest.param("train_lightning", "--max-steps 13 --workers 2", [3, 8, 11], id="lightning-workers-and-cut-off"),
-        pytest.param("train_lightning", "--epochs 20 --patience 0", [5, 16], id="lightning-early-stopping"),
+        pytest.param(
+            "train_lightning",
+            "--validate-every 5",
+            [2, 5, 13, 16],
+            id="lightning-validation-within",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "train_lightning",
+            "--max-steps 13 --workers 2",
+            [3, 8, 11],
+            id="lightning-workers-and-cut-off",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "train_lightning",
+            "--epochs 20 --patience 0",
+            [5, 16],
+            id="lightning-early-stopping",
+            marks=SLOW,
+        ),
         pytest.param(
             "train_lightning",
             "--batch 62 --accumulate 1 --epochs 100 --max-steps 8 --no-validation",
             [1, 3, 6],
             id="lightning-epochs-of-one-step",
+            marks=SLOW,
         ),
     ],
 )

@@ -132,7 +132,7 @@ JOBS = st.tuples(
     st.lists(st.sampled_from([0, 1, 2, 4]), min_size=2, max_size=2),
     st.sampled_from([10.0, 30.0, 60.0, 300.0]),
 )
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_plan_comes_near_best_of_all_assignments_and_orders(drawn: list, rooms: list[int], window_s: float) -> None:
     adverts = {NODES[number]: node(number, free) for number, free in enumerate(rooms)}
     free = {NODES[number]: count for number, count in enumerate(rooms)}
@@ -159,7 +159,7 @@ def test_plan_comes_near_best_of_all_assignments_and_orders(drawn: list, rooms: 
     assert sorted(found.order) == list(range(len(jobs)))
     best = best_of_all(jobs, free, window_s)
     assert found.expected <= best * (1 + 1e-6) + 1e-6, "the brute force uses the same formulas"
-    assert found.expected >= LEAST * best
+    assert found.expected >= LEAST * best * (1 - 1e-6)
     assert plan(jobs, adverts, window_s) == found
 
 
