@@ -40,7 +40,7 @@ venv: .venv/.ready
 	bash .ci/venv dev
 	touch .venv/.demo $@
 
-# Needed by the test tiers `frameworks` and `jupyter`, which are skipped without it.
+# Needed by the test tiers `frameworks`, `jupyter` and `trackers`, which are skipped without it.
 frameworks: .venv-frameworks/.ready
 
 .venv-frameworks/.ready: .ci/frameworks | venv

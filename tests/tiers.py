@@ -51,8 +51,17 @@ def netns_problem() -> str:
 @cache
 def frameworks_problem() -> str:
     """Return why the Hugging Face Trainer and Lightning are not available, or an empty text."""
+    return _lacking("torch", "transformers", "accelerate", "lightning")
+
+
+@cache
+def trackers_problem() -> str:
+    """Return why W&B, MLflow and TensorBoard are not available, or an empty text."""
+    return _lacking("wandb", "mlflow", "tensorboard")
+
+
+def _lacking(*wanted: str) -> str:
     find = "from importlib.util import find_spec; raise SystemExit(not all(map(find_spec, %r)))"
-    wanted = ("torch", "transformers", "accelerate", "lightning")
     try:
         done = subprocess.run([FRAMEWORKS_PYTHON, "-c", find % (wanted,)], capture_output=True, check=False)
     except OSError:
@@ -174,6 +183,7 @@ PROBES = {
     "podman": podman_problem,
     "netns": netns_problem,
     "frameworks": frameworks_problem,
+    "trackers": trackers_problem,
     "cc": cc_problem,
     "systemd": systemd_problem,
     "bpf": bpf_problem,

@@ -429,7 +429,9 @@ class Attempt:
         self.preparing = f"preparing: image {text}"
 
     def _env(self, place: GangPlace | None) -> dict[str, str]:
-        env, array = dict(self.spec.env), self.spec.array
+        # One run of W&B over all attempts; its ids take a job's letters and digits (docs/how-to/track-experiments.md).
+        env = {"WANDB_RUN_ID": format_job(self.job), "WANDB_RESUME": "allow", **self.spec.env}
+        array = self.spec.array
         if array is not None:
             env |= {"MESH_ARRAY_ID": format_job(array.array), "MESH_ARRAY_INDEX": str(array.index)}
             env["MESH_ARRAY_COUNT"] = str(array.of)

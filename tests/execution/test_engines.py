@@ -80,6 +80,20 @@ async def test_notice_reaches_listening_guest(bench: Bench) -> None:
     assert "saved" in bench.log
 
 
+async def test_notice_spares_helper_with_a_session_of_its_own(bench: Bench) -> None:
+    """W&B's helper ends at SIGTERM; the program that catches it still needs it then."""
+    helper = f"trap 'echo helper hit; exit 1' TERM; echo helper ready; {LOOP}"
+    setsid = "busybox setsid" if bench.image else "setsid"
+    script = f"{setsid} sh -c \"{helper}\" & trap 'echo saved; sleep 0.5; exit 85' TERM; {LOOP}"
+    guest = await bench.shell(script)
+    await bench.until_logged("helper ready")
+    async with asyncio.timeout(WAIT_S):
+        while not (await guest.catches_term() and await guest.terminate()):
+            await asyncio.sleep(0.02)
+        assert (await guest.wait()).code == 85
+    assert "saved" in bench.log and "helper hit" not in bench.log
+
+
 async def test_notice_does_not_harm_other_guests(bench: Bench) -> None:
     guest = await bench.shell("echo ready; sleep 1; echo unhurt; exit 4")
     await bench.until_logged("ready")

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -299,8 +300,11 @@ class ProcessGuest:
         return any(catches(pid, signal.SIGTERM) for pid in self._pids())
 
     async def terminate(self) -> bool:
-        catching = [pid for pid in self._pids() if catches(pid, signal.SIGTERM)]
-        for pid in catching:
+        pids = self._pids()
+        catching = [pid for pid in pids if catches(pid, signal.SIGTERM)]
+        # A helper with a session of its own (W&B's, and every program in Go "catches" SIGTERM) would end before it is done.
+        own = [pid for pid in catching if _session(pid) == _session(min(pids, key=_age))]
+        for pid in own or catching:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         return bool(catching)
@@ -391,6 +395,19 @@ class ProcessGuest:
             return []
         first = self._first.pid if self._first is not None else 0
         return [pid for pid in descendants_of(self._process.pid) if pid != first]
+
+
+def _age(pid: int) -> tuple[float, int]:
+    """Return what orders processes by age, the oldest first."""
+    found = process_of(pid)
+    return (math.inf if found is None else found.started, pid)
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:
