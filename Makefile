@@ -25,7 +25,7 @@ test: venv
 test-slow: venv
 	$(PYTHON) -m pytest -m slow -n $(WORKERS) --timeout 1800 $(PYTEST_ARGS)
 
-# 100,000 generated requests of a hostile member against real daemons; `make test` sends 3,000. Fifteen minutes.
+# 100,000 generated requests of a hostile member against real daemons; `make test` sends 1,000. Fifteen minutes.
 adversary: venv
 	ADVERSARY_REQUESTS=$${ADVERSARY_REQUESTS:-100000} $(PYTHON) -m pytest --timeout 3600 tests/adversary $(PYTEST_ARGS)
 
