@@ -3,8 +3,8 @@ PYTHON := .venv/bin/python
 PYTEST_ARGS ?=
 # Tests start thousands of Python processes. Without cached byte code, each compiles its modules: a third of a daemon's start.
 unexport PYTHONDONTWRITEBYTECODE
-# Four workers on two cores, since daemons wait as much as they compute. Tests that share a fixture of their module stay on one
-# worker (tests/conftest.py).
+# Four workers on two cores, since daemons wait as much as they compute. The tests of a file stay on one worker, since many share a
+# mesh; files start in the order of tests/conftest.py.
 WORKERS ?= 4
 
 .PHONY: demo test test-slow adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary bench-images clean
@@ -18,14 +18,14 @@ demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
 	touch $@
 
 test: venv
-	$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Negative controls of the simulator (each takes one rule out and plays seeds until a checker notices), its later seeds, variants of the
 # framework trainings and the demo in containers. Forty minutes.
 test-slow: venv
 	$(PYTHON) -m pytest -m slow -n $(WORKERS) --timeout 1800 $(PYTEST_ARGS)
 
-# 100,000 generated requests of a hostile member against real daemons; `make test` sends 3,000. Fifteen minutes.
+# 100,000 generated requests of a hostile member against real daemons; `make test` sends 1,000. Fifteen minutes.
 adversary: venv
 	ADVERSARY_REQUESTS=$${ADVERSARY_REQUESTS:-100000} $(PYTHON) -m pytest --timeout 3600 tests/adversary $(PYTEST_ARGS)
 

@@ -1,4 +1,4 @@
-"""Skip tests of tiers that this machine lacks, or fail them where the tier is required; order and group the tests."""
+"""Skip tests of tiers that this machine lacks, or fail them where the tier is required; order the tests."""
 
 from collections import Counter
 from typing import Any
@@ -20,13 +20,8 @@ settings.register_profile("mesh", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("mesh")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests first, so that all workers end together. Tests that share a fixture of their module stay on one worker."""
-    for item in items:
-        assert isinstance(item, pytest.Function)
-        if any(fixture.scope == "module" for found in item._fixtureinfo.name2fixturedefs.values() for fixture in found):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    """Run slow tests first, so that all workers end together."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None and not item.nodeid.startswith(LONG))
 
 

@@ -39,7 +39,7 @@ from tests.e2e.commands import (
 
 pytestmark = pytest.mark.e2e
 
-COUNT, SEED = int(os.environ.get("ADVERSARY_REQUESTS", "3000")), int(os.environ.get("ADVERSARY_SEED", "1"))
+COUNT, SEED = int(os.environ.get("ADVERSARY_REQUESTS", "1000")), int(os.environ.get("ADVERSARY_SEED", "1"))
 AT_A_TIME = 8
 ANSWER_S = 20.0
 TABLES = ("witness_records", "submitted", "pending_submissions", "shares", "requested_outputs", "archive")
