@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mesh; files start in the order of tests/conftest.py.
 WORKERS ?= 4
 
-.PHONY: demo test test-slow adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary bench-images clean
+.PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary bench-images clean
 
 # A smaller environment than the tests', unless theirs is there.
 demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
@@ -24,6 +24,11 @@ test: venv
 # framework trainings and the demo in containers. Forty minutes.
 test-slow: venv
 	$(PYTHON) -m pytest -m slow -n $(WORKERS) --timeout 1800 $(PYTEST_ARGS)
+
+# Whole machines of Debian sid and trixie under QEMU: the wheel, the engines, a mesh of two. Writes docs/platforms.md. Needs root, the
+# network, and Debian's mmdebstrap, qemu-system-x86, qemu-utils and e2fsprogs. An hour; `MACHINES_ARGS="--only sid --keep"` is shorter.
+test-machines: venv
+	$(PYTHON) -m tests.machines $(MACHINES_ARGS)
 
 # 100,000 generated requests of a hostile member against real daemons; `make test` sends 1,000. Fifteen minutes.
 adversary: venv

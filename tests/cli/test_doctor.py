@@ -205,3 +205,22 @@ def test_doctor_lists_leftovers_of_killed_daemon_and_down_removes_them(
 )
 def test_doctor_describes_network_edge(state: dict[str, Any], words: str) -> None:
     assert words in edge_text(state)
+
+
+@pytest.mark.parametrize(
+    ("unlimited", "limits_disk", "named"),
+    [
+        ([], True, None),
+        (["disk rate"], False, None),
+        (["disk rate"], True, "none of disk rate for"),
+        (["CPU", "disk rate"], False, "none of CPU for"),
+    ],
+)
+def test_limits_that_cannot_be_set_are_named_with_the_way_to_get_them(
+    unlimited: list[str], limits_disk: bool, named: str | None
+) -> None:
+    engine = {"ok": True, "detail": "ready", "isolation": "", "unlimited": unlimited, "limits_by": "`loginctl ...`"}
+    found = diagnose(facts(status=status(engines={"process": engine}), limits_disk=limits_disk))
+    said = [finding for finding in found if finding.check == "limits of process"]
+    assert [finding.state for finding in said] == (["warn"] if named else [])
+    assert named is None or (said[0].detail.startswith(named) and said[0].next == "`loginctl ...`")

@@ -1,0 +1,205 @@
+"""What is tried on a machine: the core of the engine contract suite for each engine, and a mesh of two machines.
+
+The contract's tests are those of `tests/execution`; the wheel's Python runs them on the machine. A mesh is founded and used by
+the command line alone, as its users do.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from xml.etree import ElementTree
+
+from tests.machines.machine import Failed, Machine
+
+PYTHON = "/opt/pipx/venvs/campus-mesh/bin/python"
+CORE = ("logs", "files", "exec", "freeze", "kill", "limits", "network")
+TESTS_S, WAIT_S = 1500.0, 600.0
+ENGINES, SESSIONS, ESCAPES, GROUPS = (
+    f"tests/execution/test_{name}.py" for name in ("engines", "sessions", "escapes", "groups")
+)
+
+# The aspects of the contract, and the tests that show each, for containers and for processes.
+ALIKE = {
+    "logs": (f"{ENGINES}::test_log_has_both_streams_completely",),
+    "files": (f"{ENGINES}::test_guest_writes_and_node_reads_its_directories",),
+    "exec": (f"{SESSIONS}::test_session_is_part_of_guest",),
+    "freeze": (f"{ENGINES}::test_guest_stops_after_lease_and_resumes",),
+    "kill": (f"{ENGINES}::test_kill_leaves_no_process",),
+}
+CONTAINERS = {
+    **{aspect: tuple(f"{test}[docker]" for test in tests) for aspect, tests in ALIKE.items()},
+    "limits": (
+        f"{ESCAPES}::test_fork_bomb_stays_within_pids_limit",
+        f"{ENGINES}::test_only_the_guest_over_memory_limit_ends[docker]",
+    ),
+    "network": (f"{ENGINES}::test_container_has_few_rights",),
+}
+PROCESSES = {
+    **{aspect: tuple(f"{test}[process]" for test in tests) for aspect, tests in ALIKE.items()},
+    "freeze": (f"{GROUPS}::test_expired_lease_stops_guest_until_renewed[True]",),
+    "limits": (f"{GROUPS}::test_memory_limit_covers_all_processes", f"{GROUPS}::test_pids_limit_is_enforced"),
+    "network": (f"{GROUPS}::test_guest_without_network_has_loopback",),
+}
+COUNT = """
+n=0; if [ -n "$MESH_RESUME" ]; then n=$(cat $MESH_RESUME/n); echo "resumed at $n"; fi
+save() { mkdir $MESH_CKPT_DIR/.new; echo $n > $MESH_CKPT_DIR/.new/n; mv $MESH_CKPT_DIR/.new $MESH_CKPT_DIR/step-$n; }
+trap 'save; exit 85' TERM
+while [ ! -e $MESH_WORK_DIR/end ] && [ $n -lt %d ]; do n=$((n + 1)); [ $((n %% 20)) = 0 ] && save; sleep 0.5; done
+echo "counted $n"
+"""
+
+
+def facts(machine: Machine) -> dict[str, str]:
+    """Return what a machine is: its system, kernel and programs."""
+    script = """
+    . /etc/os-release; echo "system=$PRETTY_NAME"
+    echo "kernel=$(uname -r)"
+    echo "systemd=$(systemctl --version | awk 'NR == 1 {print $2}')"
+    echo "python=$(python3 -c 'import platform; print(platform.python_version())')"
+    echo "docker=$(docker version --format '{{.Server.Version}}')"
+    echo "podman=$(podman version --format '{{.Version}}')"
+    echo "groups=$(stat -fc %T /sys/fs/cgroup)"
+    """
+    return dict(line.split("=", 1) for line in machine.run(script).stdout.splitlines() if "=" in line)
+
+
+def contract(machine: Machine, tests: dict[str, tuple[str, ...]], env: str = "", within: str = "") -> dict[str, str]:
+    """Run the tests; return, for each aspect, "ok", or why not."""
+    wanted = " ".join(f"'{test}'" for group in tests.values() for test in group)
+    command = (
+        f"cd /root/suite && rm -f /root/junit.xml && {within} env {env} PYTHONDONTWRITEBYTECODE=1 {PYTHON} -m pytest -q "
+        f"-p no:cacheprovider --timeout 600 --junitxml /root/junit.xml {wanted}"
+    )
+    done = machine.run(command, check=False, timeout_s=TESTS_S)
+    report = machine.run("cat /root/junit.xml", check=False).stdout
+    ended = _ended(report)
+    if not ended:
+        return dict.fromkeys(tests, f"no test ran: {(done.stdout + done.stderr).strip()[-300:]}")
+    said = {}
+    for aspect, group in tests.items():
+        answers = [ended.get(test.rpartition("::")[2], "did not run") for test in group]
+        said[aspect] = next((answer for answer in answers if answer != "ok"), "ok")
+    return said
+
+
+def _ended(report: str) -> dict[str, str]:
+    """Return how each test of a JUnit report ended: "ok", or a reason."""
+    if not report.strip():
+        return {}
+    found = {}
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        problem = next((part for part in case if part.tag in {"failure", "error", "skipped"}), None)
+        found[case.attrib["name"]] = (
+            "ok" if problem is None else f"{problem.tag}: {problem.attrib.get('message', '')[:300]}"
+        )
+    return found
+
+
+def use_store(machine: Machine, containerd: bool) -> None:
+    """Let Docker keep its images in containerd's store, or in its own (overlay2)."""
+    setting = json.dumps({"features": {"containerd-snapshotter": containerd}})
+    machine.run(f"mkdir -p /etc/docker && echo '{setting}' > /etc/docker/daemon.json && systemctl restart docker")
+
+
+def limits_of(machine: Machine, user: str, start: str) -> dict[str, Any]:
+    """Start a daemon as `user`; return what limits a guest of its process engine, and what it says of its engines. Stop it."""
+    machine.run(start, user=user, timeout_s=WAIT_S)
+    script = "cat /proc/self/cgroup; cd /sys/fs/cgroup$(cut -d: -f3 /proc/self/cgroup) && grep . *.max"
+    engines = until(partial(_engines, machine, user), "the process engine to be offered")
+    words = "mesh run --no-workdir --engine process --memory"
+    ran = machine.run(f"{words} 100M -- sh -c '{script}'", user=user, check=False)
+    over = machine.run(f"{words} 60M -- python3 -c 'bytearray(150 << 20)'", user=user, check=False)
+    machine.run("mesh down", user=user, check=False)
+    return {
+        "group": next((line[3:] for line in ran.stdout.splitlines() if line.startswith("0::")), ran.stderr[-300:]),
+        "unlimited": engines["process"]["unlimited"],
+        "limits_by": engines["process"]["limits_by"],
+        "bound": f"memory.max:{100 << 20}" in ran.stdout and "killed for memory" in over.stderr,
+        "docker": engines.get("docker", {}).get("detail", ""),
+    }
+
+
+def _engines(machine: Machine, user: str) -> dict[str, Any]:
+    done = machine.run("mesh status --json", user=user, check=False)
+    found: dict[str, Any] = json.loads(done.stdout)["engines"] if done.returncode == 0 else {}
+    return found if len(found) == 2 and found["process"]["ok"] else {}
+
+
+def until(ready: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
+    deadline = time.monotonic() + wait_s
+    while True:
+        value = ready()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise Failed(f"waited {wait_s:.0f} s for {what}")
+        time.sleep(2)
+
+
+def mesh_of_two(one: Machine, two: Machine) -> None:
+    """Found a mesh over the cable: `one` invites `two`."""
+    for machine in (one, two):
+        cable = "$(ip -br link | awk '/52:54:00:00:01:0/ {print $1}')"
+        machine.run(f"ip address replace {machine.address}/24 dev {cable} && ip link set {cable} up")
+    one.run(
+        f"mesh init lab --nick {one.name} && mesh config set bind {one.address} && mesh up --lend", timeout_s=WAIT_S
+    )
+    invite = one.run("mesh member invite --mine").stdout.split()[-1]
+    two.run(
+        f"mesh join {invite} --nick {two.name} && mesh config set bind {two.address} && mesh up --lend",
+        timeout_s=WAIT_S,
+    )
+    for machine in (one, two):
+        until(partial(_sees_both, machine), f"{machine.name} to see both nodes")
+
+
+def _sees_both(machine: Machine) -> bool:
+    done = machine.run("mesh nodes --json", check=False)
+    rows = json.loads(done.stdout)["nodes"] if done.returncode == 0 else []
+    return len([row for row in rows if row["state"] == "alive" and row["engines"]]) == 2
+
+
+def reclaimed_job_continues(one: Machine, two: Machine) -> dict[str, Any]:
+    """Run a job in an image that only `one` has; `one` is taken back, and `two` fetches the image and ends the job."""
+    one.run(
+        "mkdir -p /root/image/bin && cp /usr/bin/busybox /root/image/bin/ && cd /root/image/bin && "
+        "for name in sh cat mkdir mv sleep echo; do ln -sf busybox $name; done && "
+        "tar -C /root/image -c . | docker import - lab/box:1 && mesh image allow box --from lab/box:1",
+        timeout_s=WAIT_S,
+    )
+    two.run("mesh pause")
+    count = COUNT % 400
+    one.run(f"cat > /root/count.sh <<'END'\n{count}\nEND")
+    job = one.run(
+        "cd /root && mkdir -p work && cp count.sh work/ && cd work && "
+        "mesh submit --image box --ckpt ckpts --ckpt-mode rename -- sh count.sh",
+        timeout_s=WAIT_S,
+    ).stdout.split()[-1]
+    until(lambda: (_job(one, job).get("checkpoint") or {}).get("step"), "a checkpoint")
+    two.run("mesh lend")
+    begun = time.monotonic()
+    one.run("mesh reclaim --grace 60s", timeout_s=WAIT_S)
+    moved = until(
+        lambda: (state := _job(two, job)).get("node") == two.name and state["state"] == "running" and state,
+        "the job on the other machine",
+    )
+    took_s = time.monotonic() - begun
+    state = until(lambda: (state := _job(two, job)).get("outcome") and state, "the job to end", 3 * WAIT_S)
+    said = two.run(f"mesh logs {job}").stdout
+    return {
+        "nodes": [attempt["node"] for attempt in state["attempts"]],
+        "resumed_at": moved["attempts"][-1]["resumed_step"],
+        "whole": "counted 400" in said,
+        "outcome": state["outcome"],
+        "took_s": round(took_s),
+        "image": "lab/box" in two.run("docker image ls", check=False).stdout
+        or "box" in two.run("mesh image ls", check=False).stdout,
+    }
+
+
+def _job(machine: Machine, job: str) -> dict[str, Any]:
+    done = machine.run("mesh ps -a --json", check=False)
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["jobs"] if done.returncode == 0 else []
+    return next((row for row in rows if row["job"] == job), {})

@@ -1,0 +1,71 @@
+"""docs/platforms.md, from the results of `make test-machines`."""
+
+from typing import Any
+
+from tests.machines.checks import CORE
+
+UNTRIED = ("skipped", "did not run", "no test ran")  # how an answer begins that says nothing about the engine
+HEAD = """# Platforms
+
+<!-- Made by `make test-machines` (tests/machines); do not edit by hand. -->
+
+What ran on whole machines of today's Debian, with the wheel installed by `pipx`. The machines are emulated
+(QEMU), so nothing here is a measurement of speed. {date}, commit {commit}.
+
+## Engines
+The core of the contract that every engine keeps ([engines](explanation/engines.md)). "yes": its tests passed; "no": one
+failed; "not tried": one did not run. The number leads to the reason below.
+
+"""
+LIMITS = """
+## Limits of the process engine
+How a daemon was started, and what limits a guest of its process engine as a whole. "yes" means that a guest had its `memory.max`
+and that one over it was ended.
+
+"""
+MESH = """
+## Two machines
+"""
+
+
+def page(results: dict[str, Any], date: str, commit: str) -> str:
+    """Return the page."""
+    reasons: list[str] = []
+
+    def cell(answer: str) -> str:
+        if answer == "ok":
+            return "yes"
+        if answer not in reasons:
+            reasons.append(answer)
+        tried = not answer.startswith(UNTRIED)
+        return f"{'no' if tried else 'not tried'} ({reasons.index(answer) + 1})"
+
+    lines = [HEAD.format(date=date, commit=commit)]
+    lines.append(f"| system | kernel | engine | {' | '.join(CORE)} |\n|{'---|' * (3 + len(CORE))}\n")
+    for row in results["engines"]:
+        told = [cell(row["contract"].get(aspect, "did not run")) for aspect in CORE]
+        lines.append(f"| {row['system']} | {row['kernel']} | {row['engine']} | {' | '.join(told)} |\n")
+    lines += [
+        LIMITS,
+        "| system | the daemon was started | limited | not limited | its group |\n|---|---|---|---|---|\n",
+    ]
+    for row in results["limits"]:
+        missing = ", ".join(row["unlimited"]) or "nothing"
+        lines.append(
+            f"| {row['system']} | {row['how']} | {'yes' if row['bound'] else 'no'} | {missing} | `{row['group']}` |\n"
+        )
+    remedies = {f"{row['how']}: {row['limits_by']}" for row in results["limits"] if row["limits_by"]}
+    if remedies:
+        lines += [
+            "\nWhat `mesh doctor` says about what is not limited:\n\n",
+            *(f"- {text}\n" for text in sorted(remedies)),
+        ]
+    lines += [MESH, *(f"- {text}\n" for text in results["mesh"] or ["not run yet"])]
+    if reasons:
+        lines.append("\n## Reasons\n")
+        lines += [f"{number}. {_plain(reason)}\n" for number, reason in enumerate(reasons, 1)]
+    return "".join(lines)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,31 @@
+"""The page of `make test-machines` says what failed, and never "yes" for what did not run."""
+
+from tests.machines.checks import CONTAINERS, CORE, PROCESSES, _ended
+from tests.machines.page import page
+
+REPORT = """<testsuites><testsuite><testcase name="a[docker]"/><testcase name="b"><failure message="no | group"/></testcase>
+<testcase name="c"><skipped message="tier docker: no engine"/></testcase></testsuite></testsuites>"""
+
+
+def test_each_aspect_has_a_test_for_each_kind_of_engine() -> None:
+    assert set(CONTAINERS) == set(PROCESSES) == set(CORE)
+
+
+def test_report_names_failures_and_skips() -> None:
+    found = _ended(REPORT)
+    assert found == {"a[docker]": "ok", "b": "failure: no | group", "c": "skipped: tier docker: no engine"}
+    assert _ended("") == {}
+
+
+def test_page_gives_a_reason_for_each_no() -> None:
+    row = {
+        "system": "Debian 13",
+        "kernel": "6.12",
+        "engine": "process",
+        "contract": {"logs": "ok", "kill": "failure: no | group"},
+    }
+    text = page({"engines": [row], "limits": [], "mesh": ["**no**: it failed"]}, "2026-01-01", "abc")
+    (line,) = [line for line in text.splitlines() if "| process |" in line]
+    assert line.count("yes") == 1 and line.count("no (") == 1
+    assert line.count("not tried (") == len(CORE) - 2
+    assert "failure: no \\| group" in text and "did not run" in text and "it failed" in text
