@@ -311,13 +311,16 @@ def test_full_or_read_only_disk_stops_the_daemon_and_loses_no_state(home: Path) 
             return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
         assert run("up", *LOCAL, "--lend").returncode == 0
-        job = run("submit", "--no-workdir", "--", "sleep", "300").stdout.strip()
+        jobs = [run("submit", "--no-workdir", "--", "sleep", "300").stdout.strip() for _ in range(4)]
         pid = int(run("status", "--json").stdout.split('"pid": ')[1].split(",")[0])
-        fill = ["nsenter", "-t", str(keeper.pid), "-m", "dd", "if=/dev/zero", f"of={disk}/filler", "bs=4096"]
+        words = ("dd", "if=/dev/zero", f"of={disk}/filler", "bs=4096", "oflag=append", "conv=notrunc")
+        fill = ["nsenter", "-t", str(keeper.pid), "-m", *words]
         subprocess.run(fill, capture_output=True, check=False)
         refused = run("submit", "--no-workdir", "--", "true")
         assert refused.returncode != 0 and "Traceback" not in refused.stderr
-        run("cancel", job)  # is a change of the job's record, unless that has stopped the daemon already
+        for job in jobs:  # one change may fit into what the daemon has freed since
+            subprocess.run(fill, capture_output=True, check=False)
+            run("cancel", job)
         until(lambda: gone(pid), "the daemon to stop, since it cannot persist its promises")
         full = run("up", *LOCAL)
         assert full.returncode == 1 and "disk is full" in full.stderr and "--state" in full.stderr, full.stderr
@@ -328,7 +331,7 @@ def test_full_or_read_only_disk_stops_the_daemon_and_loses_no_state(home: Path) 
         assert again.returncode == 1 and "read-only" in again.stderr.lower() and "--state" in again.stderr, again.stderr
         inside(keeper.pid, "mount", "-o", "remount,rw", str(disk))
         assert run("up", *LOCAL).returncode == 0
-        until(lambda: job in run("ps", "-a", "--json").stdout, "the job to be listed after the restart")
+        until(lambda: jobs[0] in run("ps", "-a", "--json").stdout, "the job to be listed after the restart")
         assert run("down", "--now").returncode == 0
     finally:
         keeper.kill()
