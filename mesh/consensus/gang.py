@@ -65,7 +65,8 @@ class Gang:
         self._members: dict[bytes, MemberState] = {}
         self._declined: set[bytes] = set()
         self._until: float | None = None
-        self._dismissed = self._disbanded = False
+        self._dismissed: tuple[float, str] | None = None  # until when members may save, and why
+        self._disbanded = False
         self._troubled = False
         self._begun = False
 
@@ -133,7 +134,11 @@ class Gang:
         if self._disbanded:
             return [Send(sender, self._dismissal(0.0, "its attempt is over"))]
         member.runs_until = max(member.runs_until, at.now + left_s)
-        return [Send(sender, RunGranted(job=self.job, term=self.term, round=message.round, left_s=max(0.0, left_s)))]
+        granted = Send(sender, RunGranted(job=self.job, term=self.term, round=message.round, left_s=max(0.0, left_s)))
+        if self._dismissed is None:
+            return [granted]
+        until, reason = self._dismissed
+        return [granted, Send(sender, self._dismissal(max(0.0, until - at.now), reason))]  # the first may be lost
 
     def on_ended(self, sender: bytes, message: MemberEnded, at: Instant) -> None:
         member = self._members.get(sender)
@@ -188,17 +193,20 @@ class Gang:
             for member in self._members.values():
                 member.asked_before = member.asked
 
-    def dismiss(self, grace_s: float, reason: str) -> list[Send]:
-        """Dismiss every member that has not ended, with notice if there is grace."""
-        self._dismissed = True
-        return [
-            Send(member.node, self._dismissal(grace_s, reason)) for member in self._members.values() if not member.ended
-        ]
+    def dismiss(self, grace_s: float, reason: str, now: float) -> list[Send]:
+        """Dismiss every member that has not ended, with notice."""
+        before = self._dismissed or (0.0, reason)
+        self._dismissed = max(before[0], now + grace_s), before[1]
+        return self._to_all(self._dismissal(grace_s, reason))
 
     def disband(self) -> list[Send]:
         """The attempt is over: dismiss all members at once and extend nobody's time."""
-        self._disbanded = True
-        return self.dismiss(0.0, "its attempt is over")
+        over = "its attempt is over"
+        self._disbanded, self._dismissed = True, self._dismissed or (0.0, over)
+        return self._to_all(self._dismissal(0.0, over))
+
+    def _to_all(self, dismissal: Dismiss) -> list[Send]:
+        return [Send(member.node, dismissal) for member in self._members.values() if not member.ended]
 
     def quiet(self, now: float) -> bool:
         """Tell whether no member computes any more: only then may the lease be released and another attempt begin."""

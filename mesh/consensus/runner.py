@@ -500,7 +500,7 @@ class Runner:
             return [Kill(reason)] if self.state == "restoring" else []
         self.state = "vacating"
         return [
-            *(self._gang.dismiss(grace_s, reason) if self._gang is not None else ()),
+            *(self._gang.dismiss(grace_s, reason, at.now) if self._gang is not None else ()),
             Notify("vacate", grace_s, reason),
             self._timer("grace", at.now + grace_s),
             StateChanged("vacating", f"{grace_s:g} s: {reason}"),
@@ -512,7 +512,7 @@ class Runner:
         self.state = "saving"
         changed = StateChanged("saving", describe_exit(event.code, event.oom))
         if self._gang is not None and event.code == 0:
-            return [*self._gang.dismiss(LATE_S, "its runner has ended"), *self._save_or_conclude(changed, at)]
+            return [*self._gang.dismiss(LATE_S, "its runner has ended", at.now), *self._save_or_conclude(changed, at)]
         return self._save_or_conclude(changed, at)
 
     def _save_or_conclude(self, changed: StateChanged, at: Instant) -> list[Effect]:

@@ -114,11 +114,11 @@ class TestLeader:
         for code, told in ((3, [("b", 1), ("c", 3)]), (0, [("b", 1)]), (85, [("b", 1)]), (143, [("b", 1)])):
             gang = under_way()
             gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
-            gang.dismiss(9.0, "a member failed")
+            gang.dismiss(9.0, "a member failed", 2.0)
             gang.on_ended(C, MemberEnded(job=JOB, term=1, code=code), at(6))
             assert gang.failed == told and gang.sure() and not gang.broken
         gang = under_way()
-        gang.dismiss(9.0, "its owner")
+        gang.dismiss(9.0, "its owner", 2.0)
         gang.on_ended(C, MemberEnded(job=JOB, term=1, code=1), at(6))
         assert gang.failed == [], "the other members left because they were dismissed"
 
@@ -137,6 +137,19 @@ class TestLeader:
         ask = ExtendRun(job=JOB, term=1, round=1)
         assert says([*gang.on_may_run(B, ask, 9.0, at(1))], Dismiss), "the gang has not begun"
         assert says([*gang.on_may_run(E, ask, 9.0, at(1))], Dismiss)
+
+    def test_member_hears_of_its_dismissal_again_when_it_asks_for_more_time(self) -> None:
+        """Regression (simulator seed 1264016): the notice was lost, and the member ran until its runner had saved."""
+        gang = under_way()
+        gang.dismiss(9.0, "its time is over", 10.0)
+        for now, left_s in ((12, 7.0), (19, 0.0), (30, 0.0)):
+            told = gang.on_may_run(B, ExtendRun(job=JOB, term=1, round=1), 9.0, at(now))
+            again = Dismiss(job=JOB, term=1, grace_s=left_s, reason="its time is over")
+            assert says([*told], RunGranted) and says([*told], Dismiss) == [(B, again)]
+        gang.dismiss(1.0, "its runner has ended", 11.0)
+        told = gang.on_may_run(B, ExtendRun(job=JOB, term=1, round=1), 9.0, at(12))
+        again = Dismiss(job=JOB, term=1, grace_s=7.0, reason="its time is over")
+        assert says([*told], Dismiss) == [(B, again)], "nobody loses the notice that they have"
 
     def test_member_that_has_ended_is_not_lost(self) -> None:
         gang = under_way()
