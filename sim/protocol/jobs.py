@@ -110,6 +110,9 @@ from sim.protocol.worker import Input, Worker
 MARK = b"J"  # first byte of a job message among datagrams
 SLOTS = 2
 STEP_S = 1.0
+BETWEEN_JOBS_S = (
+    10.0  # from the end of a job to the start of one that waited for it: news, a beat of its leader, a restore
+)
 CHECKPOINT_EVERY_STEPS = 5
 OBSERVE_S = 2.0  # between two looks at the membership without a change
 PUBLISH_S, PUBLISH_TTL_S = 600.0, 3600.0
@@ -856,7 +859,8 @@ class JobsWorld(MembershipWorld):
         """The time within which all jobs must end (J4): agreement of membership, and every step of every job in sequence."""
         # A node where the job failed is not tried for a minute, and for twice as long each further time. It may be the only one.
         shunned_s = SHUNNED_S * (2**MOST_HICCUPS - 1) if self.work_plan.failing else 0.0
-        return 90.0 + shunned_s + sum(work.steps for work in self.work.values()) * STEP_S
+        steps = sum(work.steps for work in self.work.values())
+        return 90.0 + shunned_s + steps * STEP_S + BETWEEN_JOBS_S * len(self.work)
 
     def begin(self, spread_s: float = 5.0) -> None:
         super().begin(spread_s)
