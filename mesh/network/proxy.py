@@ -19,6 +19,7 @@ from mesh.network.addresses import NotPublic, PublicAddresses
 from mesh.network.client_hello import ACCESS_DENIED, HelloReader, HelloRefused
 from mesh.util.byte_text import amount
 from mesh.util.task_set import TaskSet
+from mesh.util.text import plural
 
 CONNECTIONS = 128  # of one job at a time (own choice); further ones wait in the guest's kernel
 ACCEPT_S = (
@@ -86,8 +87,7 @@ class Traffic:
         self.connections = self.sent = self.received = 0
 
     def __str__(self) -> str:
-        count = f"{self.connections} connection{'' if self.connections == 1 else 's'}"
-        return f"{count}, {amount(self.sent)} sent, {amount(self.received)} received"
+        return f"{plural(self.connections, 'connection')}, {amount(self.sent)} sent, {amount(self.received)} received"
 
 
 class Proxy:
