@@ -103,6 +103,11 @@ class JobTable:
             for source in [source for source in views if source not in still]:
                 self.update(source, job, None)
 
+    def over_told(self, job: bytes) -> bool:
+        """Tell whether another node says that a job is over."""
+        views = self._views.get(job, {})
+        return any(view.outcome is not None for source, view in views.items() if source != OWN)
+
     def own(self, job: bytes) -> JobStatus | None:
         """Return this node's own view of a job."""
         return self._views.get(job, {}).get(OWN)

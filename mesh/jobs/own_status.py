@@ -98,7 +98,9 @@ class OwnStatus:
         runs, acts = job in self._participant.runners, self._leader_acts(job)
         if status is not None and overruled:
             self._gossip.publish(status)  # in place of the end
-        elif status is not None and speaks_for(status, self._me, runs, acts, self._mesh_view.last.alive):
+        elif status is not None and speaks_for(
+            status, self._me, runs, acts, self._mesh_view.last.alive, self._job_table.over_told(job), time.time() * 1000
+        ):
             self._gossip.publish(status)
 
     def status(self, job: bytes) -> JobStatus | None:

@@ -19,7 +19,7 @@ from mesh.model.spec import format_job, parse_job
 
 TTL_S = 3600.0
 REPEAT_S = 600.0
-NEWS_S = 30.0  # an end older than this is not urgent: it was found after a restart
+NEWS_S = 30.0  # an end older than this is not urgent, and whoever should have told it has not
 ENDED_TOLD_S = 86_400.0  # that the end of a job is published; its witnesses know it for ever (`archive.py`)
 SAME_S, COMMITS_S = (
     5.0,
@@ -126,15 +126,20 @@ def _may_wait_s(last: JobStatus, status: JobStatus) -> float:
     return SAME_S if status.commit == last.commit else COMMITS_S
 
 
-def speaks_for(status: JobStatus, me: bytes, runs: bool, acting: bool, alive: Set[bytes]) -> bool:
+def speaks_for(
+    status: JobStatus, me: bytes, runs: bool, acting: bool, alive: Set[bytes], over_told: bool, unix_ms: float
+) -> bool:
     """Return whether this node publishes the job's status.
 
-    The runner does, else the acting leader, else the first node of the witness group that is alive. `runs`: the job runs here;
-    `acting`: this node's leader acts.
+    The runner does, else the acting leader, else the first node of the witness group that is alive. That one may have missed
+    the end: it was cut off, or its disk is an old copy. A witness that knows of the end publishes it while nobody else does.
+    `runs`: the job runs here; `acting`: this node's leader acts; `over_told`: another node says that the job is over.
     """
     if runs or status.rank[3]:
         return True
     if acting or (status.outcome is None and status.runner in alive):
         return False
+    if status.outcome is not None and not over_told and unix_ms - status.outcome.ended_unix_ms >= NEWS_S * 1000:
+        return True
     first = next((node for node in status.witnesses if node in alive), None)
     return first in {None, me}

@@ -13,7 +13,7 @@ from mesh.consensus.status import decode_status, encode_status, status_of
 from mesh.consensus.view import Instant
 from mesh.jobs.job_table import OWN, JobTable
 from mesh.jobs.own_status import leader_acts, queued_by
-from mesh.jobs.status_gossip import TTL_S, speaks_for
+from mesh.jobs.status_gossip import NEWS_S, TTL_S, speaks_for
 from mesh.model.spec import format_job
 
 SECTION = "jobs/"
@@ -54,13 +54,15 @@ class StatusBoard:
             running = attempt is not None and bool(attempt.running_unix_ms)
             over = witness is not None and witness.finished
             commits = (record.commit, record.predecessor, record.needed, record.outcome)
-            told = (*commits, over, attempt is None, running, waiting is None, state, *where, alive)
+            over_told = self.table.over_told(job)
+            late = over and record.outcome is not None and at.unix_ms - record.outcome.ended_unix_ms >= NEWS_S * 1000
+            told = (*commits, over, over_told, late, attempt is None, running, waiting is None, state, *where, alive)
             if self._told.get(job) == told:
                 continue
             self._told[job] = told
             status = status_of(job, witness, runner, state, "", None, waiting)
             self.table.update(OWN, job, status)
-            if speaks_for(status, self._me, runner is not None, acts, alive):
+            if speaks_for(status, self._me, runner is not None, acts, alive, over_told, at.unix_ms):
                 self._core.publish(SECTION + format_job(job), encode_status(status), TTL_S)
 
     def read(self, unix: float) -> None:

@@ -10,7 +10,7 @@ from membership.records import MAX_BODY_BYTES
 from mesh.consensus.status import RUNNER, JobStatus, decode_status, encode_status, status_of
 from mesh.jobs import status_gossip
 from mesh.jobs.job_table import OWN, JobTable
-from mesh.jobs.status_gossip import COMMITS_S, REPEAT_S, SAME_S, StatusGossip
+from mesh.jobs.status_gossip import COMMITS_S, NEWS_S, REPEAT_S, SAME_S, StatusGossip, speaks_for
 from mesh.model.record import Attempt, Commit, Outcome
 from placement.advert import Portion
 from placement.queue import Waiting
@@ -102,6 +102,33 @@ def test_gpu_share_is_charged_by_its_fraction() -> None:
 )
 def test_view_with_impossible_gpus_is_not_decoded(lie: dict[str, object]) -> None:
     assert decode_status(encode_status(view())) == view() and decode_status(encode_status(view(**lie))) is None
+
+
+def test_witness_that_alone_knows_of_the_end_tells_it() -> None:
+    """Regression (simulator seed 1240203): the first witness had an old disk, and the job after this one waited for ever."""
+    ended_ms = DONE.ended_unix_ms
+    late_ms = ended_ms + NEWS_S * 1000
+    over, first = view("done", outcome=DONE), view().witnesses[0]
+    later = next(node for node in over.witnesses if node != first)
+    alive = set(over.witnesses)
+
+    def speaks(me: bytes, status: JobStatus = over, told: bool = False, at_ms: float = late_ms) -> bool:
+        return speaks_for(status, me, False, False, alive, told, at_ms)
+
+    assert speaks(later)
+    assert not speaks(later, told=True), "another node tells it"
+    assert not speaks(later, at_ms=ended_ms), "the first witness may yet hear of it"
+    assert not speaks(later, status=view()) and speaks(first, status=view())
+    assert not speaks_for(over, later, False, True, alive, False, late_ms), "its leader found no majority for it"
+
+
+def test_job_table_tells_whether_another_node_says_that_a_job_is_over() -> None:
+    job_table = JobTable()
+    job_table.update(OWN, JOB, view("done", outcome=DONE))
+    job_table.update(A, JOB, view("running"))
+    assert not job_table.over_told(JOB)
+    job_table.update(B, JOB, view("done", outcome=DONE))
+    assert job_table.over_told(JOB)
 
 
 class PublishedStatuses:
