@@ -700,7 +700,12 @@ class Daemon:
         made: list[Engine] = []
         writers = Writers()
         if "process" in self._settings.engines:
-            process = ProcessEngine(self._switch, network=self._settings.process_network, sandbox=self._sandbox())
+            process = ProcessEngine(
+                self._switch,
+                network=self._settings.process_network,
+                sandbox=self._sandbox(),
+                spare=lambda: self._inventory.lends,
+            )
             made.append(BoundedEngine(process, self._ceilings, lambda: process.bounds_memory, writers))
         if "docker" in self._settings.engines:
             from mesh.execution.docker.engine import DockerEngine  # the SDK is 19 MiB and 0.1 s

@@ -858,9 +858,12 @@ class JobsWorld(MembershipWorld):
     def bound_s(self) -> float:
         """The time within which all jobs must end (J4): agreement of membership, and every step of every job in sequence."""
         # A node where the job failed is not tried for a minute, and for twice as long each further time. It may be the only one.
+        # Jobs that wait for each other are shunned in turn (seed 1305005).
         shunned_s = SHUNNED_S * (2**MOST_HICCUPS - 1) if self.work_plan.failing else 0.0
+        specs = map(self.specs.__getitem__, self.work)
+        in_turn = 1 + sum(bool(spec.after) or bool(spec.array and spec.array.limit) for spec in specs)
         steps = sum(work.steps for work in self.work.values())
-        return 90.0 + shunned_s + steps * STEP_S + BETWEEN_JOBS_S * len(self.work)
+        return 90.0 + shunned_s * in_turn + steps * STEP_S + BETWEEN_JOBS_S * len(self.work)
 
     def begin(self, spread_s: float = 5.0) -> None:
         super().begin(spread_s)

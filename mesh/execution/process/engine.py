@@ -27,6 +27,7 @@ from mesh.execution.process import subtree
 from mesh.execution.process.confinement import FILES_FROM, SCOPES_FROM
 from mesh.execution.process.guest_cgroup import GuestGroup, make_group
 from mesh.execution.process.sandbox import HOME, SECRETS, TEMPORARY, Sandbox
+from mesh.execution.process.watcher import SpareWatcher, Watcher
 from mesh.execution.session import Session, SessionError, open_process_session
 from mesh.rpc.frames import Order
 from mesh.util import cgroups
@@ -83,17 +84,19 @@ class ProcessEngine:
         groups: bool = True,
         network: ProcessNetwork = "host",
         sandbox: Sandbox | None = None,
+        spare: Callable[[], bool] = lambda: False,
     ) -> None:
         """`namespaces` and `groups`: use namespaces and control groups where the machine allows them.
 
         `network` "none": a guest that cannot be kept from the network does not start. `sandbox`: files hidden from guests that
-        have namespaces.
+        have namespaces. `spare`: whether to keep a watcher ready, so that the next guest starts without waiting for one.
         """
         self._switch, self._own_switch = switch or KillSwitch(), switch is None
         self._namespaces, self._groups, self._network, self._sandbox = namespaces, groups, network, sandbox
         self._limits: frozenset[str] | None = None
         self._kernel: Kernel | None = None
         self._starts = Starts()
+        self._wants_spare, self._spare = spare, SpareWatcher()
 
     async def availability(self) -> Availability:
         if self._kernel is None:
@@ -122,6 +125,7 @@ class ProcessEngine:
             return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
         lacks = frozenset(LIMITS) - self._limits
         how = await asyncio.to_thread(subtree.remedy, lacks) if lacks else ""
+        self._prepare_spare()
         unlimited = tuple(name for kind, name in LIMITS.items() if kind in lacks)
         return Availability(
             ok=True,
@@ -184,12 +188,17 @@ class ProcessEngine:
             entry = dataclasses.replace(entry, groups=group.directories)
         guest = ProcessGuest(self._switch, tuple(map(Path, entry.groups)), launch.proxy)
         try:
-            await guest.start(spec, entry)
+            await guest.start(await self._spare.take(), spec, entry)
         except BaseException:
             if group is not None:
                 await asyncio.to_thread(group.remove)
             raise
+        self._prepare_spare()
         return guest
+
+    def _prepare_spare(self) -> None:
+        if self._wants_spare():
+            self._spare.prepare()
 
     def _check_command(self, launch: Launch, env: Mapping[str, str]) -> None:
         """Raise BadCommand if the guest would not find its command."""
@@ -216,6 +225,7 @@ class ProcessEngine:
 
     async def close(self) -> None:
         await self._starts.close(START_S)
+        await self._spare.close()
         if self._own_switch:
             await asyncio.to_thread(self._switch.close)
 
@@ -240,43 +250,22 @@ class ProcessGuest:
         self._started = asyncio.Event()
         self.isolation = ""
 
-    async def start(self, spec: Mapping[str, object], entry: GuestEntry) -> None:
-        """Start the watcher, register it, and only then tell it what to run."""
-        theirs, ours = os.pipe()
-        status_ours, status_theirs = os.pipe()
-        self._doors, doors_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *isolated("mesh.execution.process", "guest_init"),
-                str(theirs),
-                str(status_theirs),
-                str(doors_theirs.fileno()),
-                pass_fds=(theirs, status_theirs, doors_theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-            )
-        except OSError as error:
-            for descriptor in (theirs, ours, status_ours, status_theirs):
-                os.close(descriptor)
-            self._close_doors()
-            raise EngineError(f"cannot start a process: {error.strerror}") from error
-        finally:
-            doors_theirs.close()
-        os.close(theirs)
-        os.close(status_theirs)
-        self._daemon_end = ours
+    async def start(self, watcher: Watcher, spec: Mapping[str, object], entry: GuestEntry) -> None:
+        """Register the watcher, and only then tell it what to run."""
+        self._process, self._daemon_end, self._doors = watcher.process, watcher.daemon_end, watcher.doors
+        status = watcher.status
         entry = dataclasses.replace(entry, watcher=process_of(self._process.pid))
         try:
             self._key = await asyncio.to_thread(self._switch.add, entry)
         except EngineError:
             self._close_pipe()  # the watcher exits without a job
-            os.close(status_ours)
+            os.close(status)
             await self._process.wait()
             raise
-        await asyncio.to_thread(_write_all, ours, json.dumps(spec).encode() + b"\n")
-        os.set_blocking(ours, False)
-        self._reader = asyncio.create_task(self._follow(status_ours), name="guest status")
+        with contextlib.suppress(BrokenPipeError):  # the watcher was killed: `_follow` hears of it
+            await asyncio.to_thread(_write_all, self._daemon_end, json.dumps(spec).encode() + b"\n")
+        os.set_blocking(self._daemon_end, False)
+        self._reader = asyncio.create_task(self._follow(status), name="guest status")
         try:
             async with asyncio.timeout(START_S):
                 started = asyncio.create_task(self._started.wait(), name="guest start")
