@@ -34,6 +34,10 @@ class DataError(ValueError):
     """A manifest, a name or an announcement is not valid; the text says why."""
 
 
+class FetchFailed(RuntimeError):
+    """A data set could not be brought here; the text says why."""
+
+
 class Reader(msgspec.Struct, frozen=True, array_like=True):
     """A user who may read a data set. The key decides; the name is for people."""
 

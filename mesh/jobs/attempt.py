@@ -43,7 +43,7 @@ from mesh.consensus.reports import (
     ResultStored,
     RunnerEvent,
 )
-from mesh.data.library import FetchFailed
+from mesh.data.manifest import FetchFailed
 from mesh.execution.control_files import put_file, read_file
 from mesh.execution.engine import BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch

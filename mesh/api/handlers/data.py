@@ -23,8 +23,8 @@ from mesh.api import schemas
 from mesh.api.handlers.lookup import nick_in, nicks_of
 from mesh.api.queries import DataQuery, WorkQuery
 from mesh.api.requests import AddData, PinData, RemoveData
-from mesh.data.library import DataLibrary, FetchFailed, Work
-from mesh.data.manifest import MAX_READERS, MAX_SEALED, DataError, DataManifest, Reader, check_name
+from mesh.data.library import DataLibrary, Work
+from mesh.data.manifest import MAX_READERS, MAX_SEALED, DataError, DataManifest, FetchFailed, Reader, check_name
 from mesh.jobs.authority import may_order_image, may_read_data
 from mesh.jobs.service import JobService
 from mesh.model.spec import JOB_ID_BYTES, DataNeed, JobSpec
@@ -53,7 +53,7 @@ class DataHandlers:
         found = []
         for text in texts:
             name, _, path = text.partition(":")
-            known = await self._library.resolve(name)
+            known = await self._library.directory.resolve(name)
             if known is not None:
                 identity, manifest = known
                 if not manifest.may_read(self._membership.credentials.user_key):
@@ -79,19 +79,21 @@ class DataHandlers:
 
     def all(self) -> schemas.data.DataSets:
         library = self._library
-        rows = [schemas.data.DataSet(**self._row(identity, manifest)) for identity, manifest in library.newest()]
+        rows = [
+            schemas.data.DataSet(**self._row(identity, manifest)) for identity, manifest in library.directory.newest()
+        ]
         return schemas.data.DataSets(
             data=rows,
             paths={name: path for name, path in library.paths.items() if "/" not in name},
-            used_bytes=library.used_bytes(),
-            quota_bytes=library.store.quota_bytes,
+            used_bytes=library.holdings.used_bytes(),
+            quota_bytes=library.holdings.store.quota_bytes,
         )
 
     def _row(self, identity: bytes, manifest: DataManifest) -> dict[str, Any]:
         library, own = self._library, self._membership.credentials
         nicks = nicks_of(self._membership)
-        nodes = [nick_in(nicks, node) for node in library.holders(identity)]
-        here = library.is_here(identity)
+        nodes = [nick_in(nicks, node) for node in library.directory.holders(identity)]
+        here = library.holdings.is_here(identity)
         return {
             "name": manifest.full_name,
             "id": identity.hex(),
@@ -103,16 +105,16 @@ class DataHandlers:
             "mine": manifest.user_key == own.user_key,
             "readable": manifest.may_read(own.user_key),
             "here": here,
-            "pinned": library.pinned(identity),
+            "pinned": library.holdings.pinned(identity),
             "path": library.path_of(manifest),
-            "fetching": library.fetch_words(identity),
+            "fetching": library.fetcher.words(identity),
             "nodes": sorted([*nodes, own.nick] if here else nodes),
         }
 
     async def show(self, asked: DataQuery) -> schemas.data.ShownData:
         identity, manifest = await self._find(asked.name)
         entries: list[schemas.data.DataFile] | None = None
-        if self._library.is_here(identity):
+        if self._library.holdings.is_here(identity):
             path = [part for part in os.fsencode(asked.path).split(b"/") if part]
             try:
                 entries = await asyncio.to_thread(self._entries, manifest, path)
@@ -131,7 +133,7 @@ class DataHandlers:
         )
 
     def _entries(self, manifest: DataManifest, path: list[bytes]) -> list[schemas.data.DataFile]:
-        store, link = self._library.store, manifest.root
+        store, link = self._library.holdings.store, manifest.root
         assert link is not None
         if path:
             entry = store.find(link, path)
@@ -141,7 +143,7 @@ class DataHandlers:
         return [_file(entry) for _, entry in islice(store.entries(link), MOST_SHOWN + 1)]
 
     async def _find(self, name: str) -> tuple[bytes, DataManifest]:
-        found = await self._library.resolve(name)
+        found = await self._library.directory.resolve(name)
         if found is None:
             raise MeshError(f"there is no data set {name}: `mesh data ls` lists them", ExitCode.NOT_FOUND)
         return found
@@ -189,9 +191,9 @@ class DataHandlers:
                 )
             await self._library.remove(manifest)
             return schemas.data.RemovedData(name=manifest.full_name, here=False)
-        if not self._library.is_here(identity):
+        if not self._library.holdings.is_here(identity):
             raise MeshError(f"{manifest.full_name} is not on this node", ExitCode.NOT_FOUND)
-        if not order.force and await self._library.is_last_copy(identity):
+        if not order.force and await self._library.space.is_last_copy(identity):
             raise MeshError(
                 f"no other node that is there has {manifest.full_name} whole: --force drops the last copy",
                 ExitCode.REFUSED,
@@ -204,7 +206,7 @@ class DataHandlers:
 
     async def verify(self, name: str) -> schemas.data.DataWork:
         identity, manifest = await self._find(name)
-        if not self._library.is_here(identity):
+        if not self._library.holdings.is_here(identity):
             raise MeshError(
                 f"{manifest.full_name} is not on this node: `mesh data pin {manifest.full_name}` brings it",
                 ExitCode.NOT_FOUND,
@@ -215,12 +217,12 @@ class DataHandlers:
         identity, manifest = await self._find(order.name)
         own = self._membership.credentials
         if order.off:
-            self._library.pin(identity, False)
+            self._library.holdings.pin(identity, False)
         elif not manifest.may_read(own.user_key):
             raise MeshError(f"data set {manifest.full_name} is not for {own.user}", ExitCode.REFUSED)
         else:
-            self._library.pin(identity, True)
-            if not self._library.is_here(identity):
+            self._library.holdings.pin(identity, True)
+            if not self._library.holdings.is_here(identity):
                 return _shown(self._library.pull(identity, manifest))
         return schemas.data.DataWork(kind="pin", name=manifest.full_name, over=True)
 
@@ -285,14 +287,14 @@ class DataProvider:
 
     async def _manifest(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        sealed = self._library.sealed(_id(request))
+        sealed = self._library.directory.sealed(_id(request))
         if sealed is None:
             raise web.HTTPNotFound(text="this node does not know the data set")
         return web.Response(body=sealed)
 
     async def _held(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        return web.Response(body=self._library.held_answer(_id(request)))
+        return web.Response(body=self._library.space.held_answer(_id(request)))
 
     async def _fetch(self, request: web.Request) -> web.Response:
         """Start to fetch a data set for another node, whose job may come here; as far as this node's user may read it."""
@@ -300,9 +302,9 @@ class DataProvider:
         identity, own = _id(request), self._membership.credentials
         if not may_order_image(credentials, own, self._accepts):
             raise web.HTTPForbidden(text=f"this node takes nothing of {credentials.user}")
-        if self._library.is_here(identity):
+        if self._library.holdings.is_here(identity):
             return web.Response(body=b"whole")
-        manifest = self._library.known.get(identity)
+        manifest = self._library.directory.known.get(identity)
         if manifest is None or manifest.root is None:
             raise web.HTTPNotFound(text="this node does not know the data set")
         if not manifest.may_read(own.user_key):
@@ -313,8 +315,8 @@ class DataProvider:
     async def _chunks(self, request: web.Request) -> web.StreamResponse:
         credentials, body = await self._admit(request)
         identity = _id(request)
-        manifest = self._library.known.get(identity)
-        if manifest is None or not self._library.is_here(identity):
+        manifest = self._library.directory.known.get(identity)
+        if manifest is None or not self._library.holdings.is_here(identity):
             raise web.HTTPNotFound(text="this node does not have the data set")
         if not await self._may_read(credentials, manifest, identity, request.query.get("job", "")):
             self._jobs.replicator.refusals.count(
@@ -329,9 +331,9 @@ class DataProvider:
             raise web.HTTPServiceUnavailable(text="this node gives to as many as it can")
         self._streams += 1
         try:
-            if not await asyncio.to_thread(self._library.store.belongs, identity, order.ids):
+            if not await asyncio.to_thread(self._library.holdings.store.belongs, identity, order.ids):
                 raise web.HTTPForbidden(text="these are not chunks of the data set")
-            frames = await asyncio.to_thread(self._library.store.stream, order.ids)
+            frames = await asyncio.to_thread(self._library.holdings.store.stream, order.ids)
             answer = await given(request, self._wire, frames, Cargo("data", credentials.node_id))
         except StoreError as error:
             raise web.HTTPNotFound(text=str(error)) from error

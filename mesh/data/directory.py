@@ -1,0 +1,184 @@
+"""The data sets of the mesh: what nodes announce, and the manifests that owners have signed.
+
+Names are found in what nodes announce; a manifest is taken from whoever has it, since only its owner can have signed it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from membership.envelope import EnvelopeError, open_envelope
+from membership.identity import NodeId, short_id
+from membership.node import MembershipNode
+from membership.records import Record
+from membership.trust import TrustError, TrustStore
+from mesh.data.manifest import (
+    KIND,
+    MAX_SEALED,
+    SECTION,
+    DataError,
+    DataManifest,
+    FetchFailed,
+    Held,
+    check_owner,
+    data_id,
+    decode_announced,
+    decode_manifest,
+)
+from mesh.rpc.client import PeerClient, PeerError
+
+LEARNED = 16  # manifests asked for at a look (own choice)
+MAX_KNOWN = 4096  # manifests in memory, and refused ones remembered (own choice)
+ASK_S = 5.0  # timeout of a short call on a LAN with loaded machines
+SOURCES = 8  # holders asked at a time (own choice)
+AGAIN_S = 30.0  # until a refused manifest is asked for again: certificates may have come since (own choice)
+
+log = logging.getLogger(__name__)
+
+
+class DataDirectory:
+    """The known manifests. `keeps`: whether one stays known in any case; `blame` reports a node that sent wrong data;
+    `heard` is called with each manifest that comes from another node.
+    """
+
+    def __init__(
+        self,
+        trust: TrustStore,
+        membership: MembershipNode,
+        peers: PeerClient,
+        keeps: Callable[[bytes], bool],
+        blame: Callable[[NodeId, str], None],
+        heard: Callable[[DataManifest], Awaitable[None]],
+    ) -> None:
+        self._trust, self._membership, self._peers = trust, membership, peers
+        self._keeps, self._blame, self._heard = keeps, blame, heard
+        self.known: dict[bytes, DataManifest] = {}
+        self._sealed: dict[bytes, bytes] = {}
+        self._newest: dict[tuple[bytes, str], bytes] = {}
+        self._refused: dict[bytes, tuple[str, float]] = {}  # why, until when it is not asked for again
+        self._seen: dict[NodeId, tuple[Record, tuple[Held, ...]]] = {}
+
+    def opened(self, identity: bytes, sealed: bytes) -> DataManifest:
+        """Return a manifest that its owner has signed. DataError."""
+        if data_id(sealed) != identity:
+            raise DataError("the manifest is not the one that was named")
+        try:
+            signer, payload = open_envelope(sealed, self._trust.mesh_id, KIND)
+            manifest = decode_manifest(payload)
+            credentials = self._trust.read_chain(manifest.chain)
+        except (EnvelopeError, TrustError) as error:
+            raise DataError(f"the data set's owner is not a member of this mesh: {error}") from error
+        check_owner(manifest, signer, credentials, self._trust.holder(manifest.user, time.time()))
+        return manifest
+
+    def remember(self, identity: bytes, sealed: bytes, manifest: DataManifest) -> None:
+        while len(self.known) >= MAX_KNOWN:
+            spare = next((one for one in self.known if not self._keeps(one)), None)
+            if spare is None:
+                break
+            del self.known[spare], self._sealed[spare]
+            self._newest = {key: one for key, one in self._newest.items() if one != spare}
+        self.known[identity], self._sealed[identity] = manifest, sealed
+        newest = self._newest.get(manifest.key)
+        if newest is None or (self.known[newest].number, newest) < (manifest.number, identity):
+            self._newest[manifest.key] = identity
+
+    def claims(self) -> Iterator[tuple[NodeId, Held]]:
+        """Yield what the other nodes that are there announce."""
+        there = {member.node_id for member in self._membership.members() if member.present}
+        for record in self._membership.records(SECTION):
+            if (
+                record.section != SECTION
+                or record.node not in there
+                or record.node == self._membership.credentials.node_id
+            ):
+                continue
+            seen = self._seen.get(record.node)
+            if seen is None or seen[0] is not record:
+                try:
+                    seen = (record, decode_announced(record.body))
+                except DataError as error:
+                    log.info("node %s: %s", short_id(record.node), error)
+                    seen = (record, ())
+                self._seen[record.node] = seen
+            for held in seen[1]:
+                yield record.node, held
+
+    def holders(self, identity: bytes) -> list[NodeId]:
+        """Return the other nodes that say they have a data set whole."""
+        return [node for node, held in self.claims() if held.id == identity]
+
+    def sealed(self, identity: bytes) -> bytes | None:
+        return self._sealed.get(identity)
+
+    def newest(self) -> list[tuple[bytes, DataManifest]]:
+        """Return the newest known version of each data set that is not removed."""
+        found = [(identity, self.known[identity]) for identity in self._newest.values()]
+        return sorted(
+            (one for one in found if one[1].root is not None), key=lambda one: (one[1].full_name, one[1].user_key)
+        )
+
+    def is_newest(self, identity: bytes) -> bool:
+        return self._newest.get(self.known[identity].key) == identity
+
+    def newest_of(self, key: tuple[bytes, str]) -> bytes | None:
+        """Return the newest known version of a user's data set, be it that it is removed."""
+        return self._newest.get(key)
+
+    async def resolve(self, name: str) -> tuple[bytes, DataManifest] | None:
+        """Return the newest version of `NAME` of this node's user, or of `USER/NAME`; None if there is none."""
+        own = self._membership.credentials
+        user, slash, last = name.rpartition("/")
+        await self.learn((user or own.user, last))
+        holder = self._trust.holder(user, time.time()) if slash else None
+        key = own.user_key if not slash or user == own.user else holder.key if holder is not None else b""
+        identity = self._newest.get((key, last))
+        if identity is None or self.known[identity].root is None:
+            return None
+        return identity, self.known[identity]
+
+    async def learn(self, wanted: tuple[str, str] | None = None) -> None:
+        """Ask for manifests that are announced and newer than those known; of one name (user, name) if it is `wanted`."""
+        unknown: dict[bytes, list[NodeId]] = {}
+        for node, held in self.claims():
+            newest = self._newest.get((held.user_key, held.name))
+            if held.id in self.known or (wanted and wanted != (held.user, held.name)):
+                continue
+            if self._refused.get(held.id, ("", 0.0))[1] > time.monotonic():
+                continue
+            if newest is None or (self.known[newest].number, newest) < (held.number, held.id):
+                unknown.setdefault(held.id, []).append(node)
+        some = list(unknown.items())[:LEARNED]
+        await asyncio.gather(*(self._ask_manifest(identity, nodes) for identity, nodes in some))
+
+    async def _ask_manifest(self, identity: bytes, nodes: Sequence[NodeId]) -> None:
+        for node in nodes[:SOURCES]:
+            try:
+                sealed = await self._peers.call(
+                    node, "GET", f"/v1/data/{identity.hex()}", timeout_s=ASK_S, answer_bytes=MAX_SEALED
+                )
+                manifest = self.opened(identity, sealed)
+            except PeerError as error:
+                log.info("data set %s: %s", identity.hex()[:12], error)
+                continue
+            except DataError as error:
+                self._blame(node, f"of data set {identity.hex()[:12]}, {error}")
+                while len(self._refused) >= MAX_KNOWN:
+                    del self._refused[next(iter(self._refused))]
+                self._refused[identity] = (str(error), time.monotonic() + AGAIN_S)
+                return
+            self.remember(identity, sealed, manifest)
+            await self._heard(manifest)
+            return
+
+    async def manifest(self, identity: bytes) -> DataManifest:
+        """Return a manifest, after asking for it if need be. FetchFailed."""
+        if identity not in self.known:
+            holders = self.holders(identity)
+            if not holders:
+                raise FetchFailed("no node that is there has it: `mesh data ls`")
+            await self._ask_manifest(identity, holders)
+        if identity not in self.known:
+            raise FetchFailed(self._refused.get(identity, ("no node gives its manifest", 0.0))[0])
+        return self.known[identity]

@@ -1,0 +1,209 @@
+"""Fetching of data sets: chunks come from several holders at once, as those of checkpoints do."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptstore.dataset import Link, links_of
+from ckptstore.errors import BadManifest, CorruptChunk
+from ckptstore.fetch import Fetch, Request
+from ckptstore.messages import ChunkRequest, encode_chunk_request
+from ckptstore.receiver import max_stream_bytes
+from membership.identity import NodeId
+from mesh.data.directory import SOURCES, DataDirectory
+from mesh.data.holdings import Holdings
+from mesh.data.manifest import DataManifest, FetchFailed
+from mesh.data.space import Space
+from mesh.rpc.client import PeerClient, PeerError
+from mesh.rpc.parallel_fetch import Pulled, fetched, pulled
+from mesh.util.byte_text import amount, part
+from mesh.util.shared_task import SharedTask
+
+ROUNDS, RETRY_S = (
+    4,
+    1.0,
+)  # without progress until a fetch is given up; wait before the second, doubled then (own choice)
+NODES, CHUNKS = 64, 2048  # pages opened, and chunks fetched, at a time: 8 GiB (own choice)
+FETCHES = 2  # data sets at a time; more wait (own choice)
+TELL_S = 0.5
+
+log = logging.getLogger(__name__)
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Progress:
+    """How far a fetch is, in words and in bytes that came."""
+
+    words: str = "waits until other data sets have come"
+    came: int = 0
+
+
+class DataFetcher:
+    """`blame` reports a node that sent wrong data; `arrived` is called with each data set that is whole here."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        directory: DataDirectory,
+        space: Space,
+        peers: PeerClient,
+        blame: Callable[[NodeId, str], None],
+        arrived: Callable[[bytes, bytes, DataManifest], None],
+    ) -> None:
+        self._holdings, self._directory, self._space, self._peers = holdings, directory, space, peers
+        self._blame, self._arrived = blame, arrived
+        self._fetches: dict[bytes, tuple[SharedTask, Progress]] = {}
+        self._turn = asyncio.Semaphore(FETCHES)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(shared.end() for shared, _ in list(self._fetches.values())))
+
+    async def fetch(self, identity: bytes, manifest: DataManifest, job: bytes | None, tell: Tell) -> None:
+        """Bring all chunks of a data set here. FetchFailed. It ends when nobody waits for it any more."""
+        found = self._fetches.get(identity)
+        if found is None or found[0].task.done():
+            progress = Progress()
+            work = self._fetch(progress, identity, manifest, job)
+            found = SharedTask(work, f"fetch data set {manifest.full_name}"), progress
+            self._fetches[identity] = found
+        shared, progress = found
+        try:
+            await shared.wait(lambda: tell(progress.words), TELL_S)
+        finally:
+            over = shared.task.done() or shared.task.cancelling()
+            if over and self._fetches.get(identity) is found:
+                del self._fetches[identity]
+        if shared.task.cancelled():
+            raise FetchFailed("the fetch was stopped: this node is leaving")
+
+    def words(self, identity: bytes) -> str:
+        """Return how far the fetch of a data set is; empty if none is under way."""
+        found = self._fetches.get(identity)
+        return found[1].words if found is not None and not found[0].task.done() else ""
+
+    async def _fetch(self, progress: Progress, identity: bytes, manifest: DataManifest, job: bytes | None) -> None:
+        async with self._turn:
+            await self._space.make_room(manifest.chunk_bytes, manifest.full_name)
+            sealed = self._directory.sealed(identity)
+            assert sealed is not None
+            failed: dict[NodeId, str] = {}
+            rounds, done = 0, 0
+            while True:
+                try:
+                    with self._holdings.store.working():
+                        came = await self._round(progress, identity, manifest, job, failed, done)
+                        assert manifest.root is not None
+                        await asyncio.to_thread(self._holdings.store.publish, identity, sealed, manifest.root)
+                    break
+                except FetchFailed as error:
+                    log.info("data set %s: %s", manifest.full_name, error)
+                    rounds = 1 if progress.came > done else rounds + 1
+                    done = progress.came
+                    if rounds >= ROUNDS:
+                        raise
+                    progress.words = f"waits to be tried again: {error}"[:200]
+                    await asyncio.sleep(RETRY_S * 2 ** (rounds - 1))
+                except BadManifest as error:
+                    raise FetchFailed(f"data set {manifest.full_name} is not valid: {error}") from error
+            log.info("data set %s came: %s", manifest.full_name, amount(came))
+            self._arrived(identity, sealed, manifest)
+
+    async def _round(
+        self,
+        progress: Progress,
+        identity: bytes,
+        manifest: DataManifest,
+        job: bytes | None,
+        failed: dict[NodeId, str],
+        before: int,
+    ) -> int:
+        """Walk the tree and fetch what is missing, pages first; return the bytes that came."""
+        assert manifest.root is not None
+        stack, wanted = [(manifest.root, True)], dict[bytes, int]()
+        passed, came, total = 0, before, max(1, manifest.chunk_bytes)
+
+        async def have(batch: Mapping[bytes, int]) -> None:
+            nonlocal passed, came
+            missing = await asyncio.to_thread(self._holdings.store.missing, list(batch))
+            passed += sum(batch.values()) - sum(batch[one] for one in missing)
+            for start in range(0, len(missing), CHUNKS):
+                some = {one: batch[one] for one in missing[start : start + CHUNKS]}
+
+                def tell(got: int, passed: int = passed) -> None:
+                    progress.words = f"{manifest.full_name}: {part(min(passed + got, total), total)}"
+
+                await self._get(identity, job, some, failed, tell)
+                passed, came = passed + sum(some.values()), came + sum(some.values())
+                progress.came = came
+
+        while stack or wanted:
+            if stack and len(wanted) < CHUNKS:
+                nodes, stack = stack[-NODES:], stack[:-NODES]
+                await have({link.id: link.length for link, _ in nodes})
+                links, chunks = await asyncio.to_thread(self._opened_links, nodes)
+                stack += links
+                wanted |= chunks
+            else:
+                batch, wanted = wanted, {}
+                await have(batch)
+        return came
+
+    def _opened_links(self, nodes: Sequence[tuple[Link, bool]]) -> tuple[list[tuple[Link, bool]], dict[bytes, int]]:
+        links: list[tuple[Link, bool]] = []
+        chunks: dict[bytes, int] = {}
+        for link, is_page in nodes:
+            if is_page:
+                page = self._holdings.store.page(link)
+                links += links_of(page)
+                chunks |= dict(page.chunks)
+            else:
+                chunks |= dict(self._holdings.store.chunk_list(link).chunks)
+        return links, chunks
+
+    async def _get(
+        self,
+        identity: bytes,
+        job: bytes | None,
+        missing: Mapping[bytes, int],
+        failed: dict[NodeId, str],
+        tell: Callable[[int], None],
+    ) -> None:
+        """Fetch some chunks from several holders at once; FetchFailed if they do not have them all."""
+        holders = [node for node in self._directory.holders(identity) if node not in failed][:SOURCES]
+        if not holders:
+            why = "; ".join(dict.fromkeys(failed.values())) or "no node that is there has it whole"
+            failed.clear()  # a later round asks them again
+            raise FetchFailed(f"{self._directory.known[identity].full_name}: {why}")
+        plan = Fetch(missing, holders)
+        total = plan.left_bytes
+        finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
+
+        async def ask(request: Request) -> Sequence[bytes]:
+            arrived, finish = await self._pull(identity, job, request)
+            finishing.append(finish)
+            tell(total - plan.left_bytes)
+            return arrived
+
+        def fault(source: NodeId, error: BaseException) -> str | None:
+            if isinstance(error, CorruptChunk):
+                self._blame(source, f"of data set {identity.hex()[:12]}, {error}")
+            if not isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError):
+                return None
+            failed[source] = str(error) or "no answer in time"
+            return failed[source]
+
+        try:
+            problem = await fetched(plan, ask, fault)
+            if problem:
+                raise FetchFailed(problem)
+            await asyncio.gather(*finishing)
+        finally:
+            await asyncio.gather(*finishing, return_exceptions=True)
+
+    async def _pull(self, identity: bytes, job: bytes | None, request: Request) -> Pulled:
+        receiver = await asyncio.to_thread(self._holdings.store.receive, max_stream_bytes(request.ids))
+        path = f"/v1/data/{identity.hex()}/chunks" + (f"?job={job.hex()}" if job is not None else "")
+        return await pulled(self._peers, request, path, encode_chunk_request(ChunkRequest(request.ids)), receiver)

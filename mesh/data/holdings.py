@@ -1,0 +1,116 @@
+"""Data sets on this node: which are whole here, which guests use, which are pinned."""
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from ckptstore.dataset_store import DataSets
+from ckptstore.errors import StoreError
+from membership.durable import write_durably
+from mesh.data.directory import DataDirectory
+from mesh.data.eviction import Kept
+from mesh.data.manifest import DataError, DataManifest
+
+log = logging.getLogger(__name__)
+
+
+class Holdings:
+    """A shell around the store. Open it before anything else."""
+
+    store: DataSets
+
+    def __init__(self, root: Path, quota_bytes: int | None, directory: DataDirectory) -> None:
+        self.root, self._quota_bytes, self._directory = root, quota_bytes, directory
+        self.held: set[bytes] = set()
+        self.used: Counter[bytes] = Counter()
+        self.unpinned: dict[bytes, float] = {}  # since when
+
+    async def open(self) -> None:
+        """Open the store, and know again what is in it."""
+        self.store = await asyncio.to_thread(DataSets, self.root, self._quota_bytes)
+        (self.root / "pinned").mkdir(exist_ok=True)
+        await asyncio.to_thread(self._reopen)
+
+    def _reopen(self) -> None:
+        entered = self.store.known()
+        for identity in self.store.held():
+            try:
+                sealed = self.store.sealed(identity)
+                manifest = self._directory.opened(identity, sealed)
+                if manifest.root is not None and identity not in entered:
+                    self.store.enter(identity, manifest.root)
+            except (DataError, StoreError, OSError) as error:
+                log.warning("data set %s is not offered: %s", identity.hex()[:12], error)
+                continue
+            self._directory.remember(identity, sealed, manifest)
+            self.held.add(identity)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.store.close)
+
+    def manifest(self, identity: bytes) -> DataManifest:
+        """Return the manifest of what is here."""
+        return self._directory.known[identity]
+
+    def is_here(self, identity: bytes) -> bool:
+        return identity in self.held and self.manifest(identity).root is not None
+
+    def needs(self, identity: bytes) -> bool:
+        """Tell whether a data set is here or on its way to a guest."""
+        return identity in self.held or self.used[identity] > 0
+
+    def versions(self, key: tuple[bytes, str], but: bytes) -> list[bytes]:
+        """Return the other versions of a data set that are here."""
+        return [one for one in self.held if self.manifest(one).key == key and one != but]
+
+    def pinned(self, identity: bytes) -> bool:
+        return (self.root / "pinned" / identity.hex()).exists()
+
+    def pin(self, identity: bytes, pinned: bool) -> None:
+        mark = self.root / "pinned" / identity.hex()
+        if pinned:
+            mark.touch()
+        elif mark.exists():
+            self.unpinned[identity] = time.monotonic()
+            mark.unlink(missing_ok=True)
+
+    def touch(self, identity: bytes) -> None:
+        with suppress(OSError):
+            os.utime(self.store.sets / identity.hex())
+
+    async def drop(self, identity: bytes) -> None:
+        """Drop a data set, and free the space of its chunks that no other needs."""
+        self.held.discard(identity)
+        packs = await asyncio.to_thread(self.store.forget, identity)
+        await asyncio.to_thread(self.store.free, time.time(), packs)
+        self.pin(identity, False)
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all packs and trees."""
+        known = self._directory.known
+        trees = [bytes.fromhex(path.name) for path in self.store.trees.iterdir() if len(path.name) == 64]
+        return self.store.stored_bytes() + sum(known[one].size for one in trees if one in known)
+
+    def kept(self) -> list[Kept]:
+        """Return what is here, for eviction."""
+        sizes = self.store.known()
+        found = []
+        for identity in self.held:
+            if self.manifest(identity).root is None:
+                continue
+            with suppress(FileNotFoundError):
+                used_unix = (self.store.sets / identity.hex()).stat().st_mtime
+                size = sizes[identity].bytes if identity in sizes else 0
+                newest = self._directory.is_newest(identity)
+                in_use = self.used[identity] > 0
+                found.append(Kept(identity, size, used_unix, self.pinned(identity), in_use, not newest))
+        return found
+
+    async def keep_removal(self, identity: bytes, sealed: bytes) -> None:
+        """Keep the statement that a data set is removed."""
+        await asyncio.to_thread(write_durably, self.store.sets / identity.hex(), sealed)
+        self.held.add(identity)

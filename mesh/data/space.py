@@ -1,0 +1,133 @@
+"""Space for data sets on this node: what goes when the quota is full, and what other nodes say of theirs."""
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from membership.identity import NodeId
+from mesh.data.directory import ASK_S, DataDirectory
+from mesh.data.eviction import LACKS, PINNED, UNPINNED_S, WHOLE, keepers, may_rely, order
+from mesh.data.holdings import Holdings
+from mesh.data.manifest import FetchFailed
+from mesh.rpc.client import PeerClient, PeerError
+from mesh.util.byte_text import amount
+
+REMOVAL_S = 30 * 86_400.0  # for which a removal is announced: longer than machines are usually off (own choice)
+ASKED = 16  # holders asked whether they keep a data set (own choice)
+LEAST_FREE = 1 << 30  # bytes that a fetch leaves free on the disk (own choice)
+
+log = logging.getLogger(__name__)
+
+
+class Space:
+    """`keep_s`: how long an older version stays; `changed` is called when a data set has gone."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        holdings: Holdings,
+        directory: DataDirectory,
+        peers: PeerClient,
+        keep_s: float,
+        changed: Callable[[], None],
+    ) -> None:
+        self._me, self._holdings, self._directory, self._peers = me, holdings, directory, peers
+        self._keep_s, self._changed, self._freeing = keep_s, changed, asyncio.Lock()
+
+    async def make_room(self, more: int, what: str) -> None:
+        """Evict until `more` bytes fit the quota. FetchFailed if they do not, or the disk has no room for them."""
+        async with self._freeing:
+            free = (await asyncio.to_thread(shutil.disk_usage, self._holdings.root)).free
+            if free < more + LEAST_FREE:
+                raise FetchFailed(f"{what}: {amount(more)} are needed and the disk has {amount(free)} free")
+            quota_bytes = self._holdings.store.quota_bytes
+            if quota_bytes is None:
+                return
+            if more > quota_bytes:
+                quota = amount(quota_bytes)
+                raise FetchFailed(f"{what}: {amount(more)} are more than this node keeps ({quota}, data_quota_gib)")
+            for step in (self._drop_one_tree, self._evict_one, self._await_unpinned, self._evict_one):
+                used = await asyncio.to_thread(self._holdings.used_bytes)
+                while used + more > quota_bytes and await step():
+                    before, used = used, await asyncio.to_thread(self._holdings.used_bytes)
+                    if used >= before:  # its packs are still relied on: evicting more would not help now
+                        break
+            if used + more > quota_bytes:
+                raise FetchFailed(
+                    f"{what}: {amount(more)} are needed; of the {amount(quota_bytes)} for data sets (data_quota_gib) "
+                    f"{amount(used)} are used by what is pinned, in use, or on no other node"
+                )
+
+    async def _drop_one_tree(self) -> bool:
+        """Drop the files of the longest unused set: they can be made again from its chunks."""
+        for one in sorted(self._holdings.kept(), key=lambda kept: kept.used_unix):
+            if not one.in_use and self._holdings.store.tree(one.id).exists():
+                await asyncio.to_thread(self._holdings.store.drop_tree, one.id)
+                return True
+        return False
+
+    async def _evict_one(self) -> bool:
+        """Evict one set that another node keeps; tell whether there was one."""
+        for one in order(self._holdings.kept()):
+            if self._holdings.unpinned.get(one.id, 0.0) > time.monotonic() - UNPINNED_S:
+                continue
+            if (
+                await self._is_kept_elsewhere(one.id)
+                and not self._holdings.used[one.id]
+                and not self._holdings.pinned(one.id)
+            ):
+                log.info("data set %s is evicted: the quota is full", self._directory.known[one.id].full_name)
+                await self._holdings.drop(one.id)
+                self._changed()
+                return True
+        return False
+
+    async def _await_unpinned(self) -> bool:
+        """Wait until what was unpinned a moment ago may be evicted."""
+        since = [
+            self._holdings.unpinned[one.id] for one in order(self._holdings.kept()) if one.id in self._holdings.unpinned
+        ]
+        left = max(since, default=-UNPINNED_S) + UNPINNED_S - time.monotonic()
+        if since and left > 0:
+            await asyncio.sleep(left)
+        return False
+
+    async def _is_kept_elsewhere(self, identity: bytes) -> bool:
+        """Ask the holders, those first that come before this node."""
+        holders = self._directory.holders(identity)
+        before = keepers(identity, self._me, holders)
+        for node in [*before, *(node for node in holders if node not in before)][:ASKED]:
+            if may_rely(identity, self._me, node, await self._ask_held(node, identity)):
+                return True
+        return False
+
+    async def _ask_held(self, node: NodeId, identity: bytes) -> bytes:
+        with suppress(PeerError):
+            return await self._peers.call(node, "GET", f"/v1/data/{identity.hex()}/held", timeout_s=ASK_S)
+        return LACKS
+
+    def held_answer(self, identity: bytes) -> bytes:
+        """Return what this node answers about a data set."""
+        if not self._holdings.is_here(identity):
+            return LACKS
+        return PINNED if self._holdings.pinned(identity) else WHOLE
+
+    async def is_last_copy(self, identity: bytes) -> bool:
+        """Tell whether no other node confirms that it has a data set whole."""
+        answers = [await self._ask_held(node, identity) for node in self._directory.holders(identity)[:ASKED]]
+        return not any(answer in {WHOLE, PINNED} for answer in answers)
+
+    async def tidy(self) -> None:
+        """Drop older versions after some days, and what no set needs."""
+        now = time.time()
+        for one in self._holdings.kept():
+            if one.superseded and not one.pinned and not one.in_use and one.used_unix < now - self._keep_s:
+                log.info("an older version of data set %s is dropped", self._directory.known[one.id].full_name)
+                await self._holdings.drop(one.id)
+        for old in [one for one in self._holdings.held if self._directory.known[one].root is None]:
+            if self._directory.known[old].created_unix < now - REMOVAL_S:
+                await self._holdings.drop(old)
+        await asyncio.to_thread(self._holdings.store.free, now)
