@@ -1,0 +1,204 @@
+"""Space for data sets on a node: what may go when the quota is full, and what stays."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptstore.dataset_adder import Adder
+from mesh.data import space as space_module
+from mesh.data.eviction import LACKS, PINNED, UNPINNED_S, WHOLE
+from mesh.data.holdings import Holdings
+from mesh.data.manifest import DataManifest, FetchFailed
+from mesh.data.space import REMOVAL_S, Space
+from mesh.rpc.client import PeerError
+
+ME, OTHER = b"m" * 32, b"o" * 32
+SIZE = 300_000
+QUOTA = 3 * SIZE
+ADA = b"a" * 32
+KEEP_S = 100.0
+
+
+class Here:
+    """A node with a real store. Its view of other nodes is set by the test: which node has what, and what it answers."""
+
+    def __init__(self, root: Path) -> None:
+        self.known: dict[bytes, DataManifest] = {}
+        self.newest: set[bytes] = set()
+        self.answers: dict[bytes, bytes | PeerError] = {}  # of the other node
+        self.asked: list[bytes] = []
+        self.before_answer = lambda identity: None
+        self.gone = 0
+        directory: Any = SimpleNamespace(
+            known=self.known,
+            is_newest=lambda identity: identity in self.newest,
+            holders=lambda identity: [OTHER] if identity in self.answers else [],
+        )
+        peers: Any = SimpleNamespace(call=self._call)
+        self.holdings, self._root = Holdings(root / "data", QUOTA, directory), root
+        self.space = Space(ME, self.holdings, directory, peers, KEEP_S, self._changed)
+
+    def _changed(self) -> None:
+        self.gone += 1
+
+    async def _call(self, node: bytes, method: str, path: str, timeout_s: float) -> bytes:
+        identity = bytes.fromhex(path.split("/")[3])
+        self.asked.append(identity)
+        self.before_answer(identity)
+        answer = self.answers[identity]
+        if isinstance(answer, PeerError):
+            raise answer
+        return answer
+
+    def add(self, name: str, used_ago_s: float = 0.0, size: int = SIZE) -> bytes:
+        """Add a data set of `size` bytes that cannot be compressed."""
+        source = self._root / name
+        source.mkdir()
+        (source / "file").write_bytes(os.urandom(size))
+        store, identity = self.holdings.store, name.encode().ljust(32, b".")
+        with store.working():
+            root = Adder(store, lambda progress: None, False).add(source).root
+            store.publish(identity, name.encode(), root)
+        self.known[identity] = DataManifest(1, name, "ada", ADA, b"chain", 1, 1000, root, size)
+        self.newest.add(identity)
+        self.holdings.held.add(identity)
+        used = time.time() - used_ago_s
+        os.utime(store.sets / identity.hex(), (used, used))
+        return identity
+
+
+@pytest.fixture
+async def here(tmp_path: Path) -> Any:
+    here = Here(tmp_path)
+    await here.holdings.open()
+    yield here
+    await here.holdings.close()
+
+
+@pytest.fixture(autouse=True)
+def _disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(space_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    yield
+
+
+async def test_longest_unused_set_that_another_node_keeps_goes(here: Here) -> None:
+    new, old = here.add("new"), here.add("old", used_ago_s=50)
+    here.answers = {new: PINNED, old: PINNED}
+    await here.space.make_room(SIZE, "more")
+    assert here.holdings.held == {new} and here.gone == 1
+    assert not here.holdings.store.has(old) and here.holdings.used_bytes() < 2 * SIZE
+
+
+@pytest.mark.parametrize("answer", [LACKS, b"", PeerError("it is off"), None])
+async def test_set_that_no_other_node_keeps_stays(here: Here, answer: bytes | PeerError | None) -> None:
+    sets = {here.add("a"), here.add("b")}
+    here.answers = {} if answer is None else dict.fromkeys(sets, answer)
+    with pytest.raises(FetchFailed, match=r"data_quota_gib.*pinned, in use, or on no other node"):
+        await here.space.make_room(2 * SIZE, "more")
+    assert here.holdings.held == sets
+
+
+async def test_pinned_set_and_one_in_use_stay(here: Here) -> None:
+    pinned, used = here.add("pinned"), here.add("used")
+    here.answers = {pinned: PINNED, used: PINNED}
+    here.holdings.pin(pinned, True)
+    here.holdings.used[used] += 1
+    with pytest.raises(FetchFailed):
+        await here.space.make_room(2 * SIZE, "more")
+    assert here.holdings.held == {pinned, used} and not here.asked
+
+
+@pytest.mark.parametrize("how", ["pin", "use"])
+async def test_set_pinned_or_used_while_the_other_node_answers_stays(here: Here, how: str) -> None:
+    one = here.add("one")
+    here.add("other")
+    here.answers = {one: PINNED}
+
+    def meanwhile(identity: bytes) -> None:
+        if how == "pin":
+            here.holdings.pin(identity, True)
+        else:
+            here.holdings.used[identity] += 1
+
+    here.before_answer = meanwhile  # type: ignore[assignment]
+    with pytest.raises(FetchFailed):
+        await here.space.make_room(2 * SIZE, "more")
+    assert one in here.asked and one in here.holdings.held
+
+
+async def test_set_that_was_unpinned_a_moment_ago_is_waited_for(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = here.add("one")
+    here.add("other")
+    here.answers = {one: PINNED}
+    here.holdings.pin(one, True)
+    here.holdings.pin(one, False)
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        here.holdings.unpinned[one] -= seconds
+
+    monkeypatch.setattr(space_module.asyncio, "sleep", sleep)
+    await here.space.make_room(3 * SIZE // 2, "more")
+    assert one not in here.holdings.held and len(slept) == 1 and 0 < slept[0] <= UNPINNED_S
+
+
+async def test_more_than_the_quota_or_the_disk_is_refused_at_once(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = here.add("kept")
+    here.answers = {kept: PINNED}
+    with pytest.raises(FetchFailed, match="more than this node keeps"):
+        await here.space.make_room(QUOTA + 1, "more")
+    monkeypatch.setattr(space_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=space_module.LEAST_FREE))
+    with pytest.raises(FetchFailed, match="the disk has"):
+        await here.space.make_room(1, "more")
+    assert kept in here.holdings.held
+
+
+async def test_unpacked_files_go_before_data_sets(here: Here) -> None:
+    one = here.add("one")
+    root = here.known[one].root
+    assert root is not None
+    here.holdings.store.make_tree(one, root)
+    here.answers = {one: PINNED}
+    await here.space.make_room(3 * SIZE // 2, "more")
+    assert not here.holdings.store.tree(one).exists() and here.holdings.held == {one}
+
+
+async def test_node_answers_for_what_it_has_whole(here: Here) -> None:
+    one = here.add("one")
+    assert here.space.held_answer(one) == WHOLE and here.space.held_answer(b"?" * 32) == LACKS
+    here.holdings.pin(one, True)
+    assert here.space.held_answer(one) == PINNED
+
+
+@pytest.mark.parametrize(("answer", "last"), [(WHOLE, False), (PINNED, False), (LACKS, True), (b"maybe", True)])
+async def test_last_copy_is_one_that_no_other_node_confirms(here: Here, answer: bytes, last: bool) -> None:
+    one = here.add("one")
+    assert await here.space.is_last_copy(one), "nobody says that they have it"
+    here.answers = {one: answer}
+    assert await here.space.is_last_copy(one) is last
+
+
+async def test_older_versions_and_removals_go_in_time(here: Here) -> None:
+    old, fresh, pinned, used = (
+        here.add(name, used_ago_s=ago, size=1000)
+        for name, ago in [("old", 2 * KEEP_S), ("fresh", 0), ("pinned", 2 * KEEP_S), ("used", 2 * KEEP_S)]
+    )
+    newest = here.add("newest", used_ago_s=2 * KEEP_S)
+    here.newest = {newest}
+    here.holdings.pin(pinned, True)
+    here.holdings.used[used] += 1
+    removed, long_ago = b"r" * 32, b"l" * 32
+    for identity, ago_s in ((removed, 0.0), (long_ago, 2 * REMOVAL_S)):
+        created = int(time.time() - ago_s)
+        self_made = DataManifest(1, "x", "ada", ADA, b"chain", 1, created, None, 0)
+        here.known[identity] = self_made
+        await here.holdings.keep_removal(identity, b"sealed")
+    await here.space.tidy()
+    assert here.holdings.held == {fresh, pinned, used, newest, removed}
+    assert not here.holdings.store.has(old)
