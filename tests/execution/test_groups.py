@@ -13,7 +13,8 @@ import pytest
 from mesh.execution.ceilings import Ceilings
 from mesh.execution.limits import BoundedEngine
 from mesh.execution.process.engine import ProcessEngine
-from mesh.execution.process.guest_cgroup import GuestGroup, make_group
+from mesh.execution.process.guest_cgroup import GuestGroup
+from mesh.execution.process.subtree import make_group
 from mesh.util.cgroups import remove_groups
 from mesh.util.processes import stat_of
 from tests.execution.bench import COUNT, WAIT_S, Bench, processes_with, steps_taken, steps_when_stopped

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mesh.execution.process import subtree
-from mesh.execution.process.guest_cgroup import make_group
+from mesh.execution.process.subtree import make_group
 
 ALL = "cpuset cpu io memory hugetlb pids rdma misc"
 Place = Callable[..., Path]

@@ -25,7 +25,7 @@ from mesh.execution.guest_registry import GuestEntry, boot_id
 from mesh.execution.killswitch import KillSwitch
 from mesh.execution.process import subtree
 from mesh.execution.process.confinement import FILES_FROM, SCOPES_FROM
-from mesh.execution.process.guest_cgroup import GuestGroup, make_group
+from mesh.execution.process.guest_cgroup import GuestGroup
 from mesh.execution.process.sandbox import HOME, SECRETS, TEMPORARY, Sandbox
 from mesh.execution.process.watcher import SpareWatcher, Watcher
 from mesh.execution.session import Session, SessionError, open_process_session
@@ -414,7 +414,7 @@ def _own(launch: Launch) -> list[Path]:
 
 
 def _group(launch: Launch) -> GuestGroup | None:
-    group = make_group()
+    group = subtree.make_group()
     if group is not None:
         try:
             disk = disk_of(launch.work_dir) if launch.disk_bps is not None else None
@@ -426,7 +426,7 @@ def _group(launch: Launch) -> GuestGroup | None:
 
 
 def _probe_groups() -> frozenset[str]:
-    group = make_group()
+    group = subtree.make_group()
     if group is None:
         return frozenset()
     group.remove()

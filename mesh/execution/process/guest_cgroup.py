@@ -2,17 +2,17 @@
 
 Version 2: a group in the daemon's subtree (`subtree`). Version 1 has one hierarchy for each controller, and a guest one group in
 each, which needs root. Controllers that are not available are left out; `kinds` lists the others ("" is version 2 itself, which
-freezes and kills). Standard library only: the guest's watcher removes the groups.
+freezes and kills). `subtree` makes the groups, and the guest's watcher removes them: standard library only, and little of it,
+since each guest waits for its import.
 """
 
 import contextlib
 import errno
-import secrets
 from pathlib import Path
 
-from mesh.execution.process.subtree import CONTROLLERS, own_groups
 from mesh.util import cgroups
 
+CONTROLLERS = ("memory", "pids", "cpu", "io")
 PERIOD_US = 100_000  # the scheduler's period: the kernel's default
 V2_FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.max", "io": "io.max"}
 
@@ -89,20 +89,6 @@ class GuestGroup:
     def remove(self) -> None:
         """Remove the groups after the guest has ended. Blocks for up to REMOVE_S seconds."""
         cgroups.remove_groups(self.directories)
-
-
-def make_group() -> GuestGroup | None:
-    """Make the groups of a new guest; None if the daemon may make none."""
-    name = f"mesh-guest-{secrets.token_hex(8)}"
-    made: dict[str, Path] = {}
-    for kind, own in own_groups().items():
-        if kind in ("", *CONTROLLERS):
-            with contextlib.suppress(OSError):
-                (own / name).mkdir()
-                made[kind] = own / name
-    if "" in made:
-        made |= {kind: made[""] for kind, file in V2_FILES.items() if (made[""] / file).exists()}
-    return GuestGroup(made) if made else None
 
 
 def _put(group: Path, names: tuple[str, ...], value: str) -> None:

@@ -8,14 +8,15 @@ processes"), so the daemon moves to a leaf before it enables controllers. Standa
 import contextlib
 import os
 import pwd
+import secrets
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
+from mesh.execution.process.guest_cgroup import CONTROLLERS, V2_FILES, GuestGroup
 from mesh.util.cgroups import groups_of
 
-CONTROLLERS = ("memory", "pids", "cpu", "io")
 LEAF = "campus-mesh-daemon"
 LINGER = Path("/var/lib/systemd/linger")  # a file for each user whose services outlive their logins (loginctl(1))
 ASK_S, MOVED_S = 10.0, 10.0  # for systemd to answer, then to move a process; both take milliseconds (own choice)
@@ -46,6 +47,20 @@ def own_groups() -> dict[str, Path]:
     """Return the groups below which this process may make others, by controller ("" is version 2)."""
     found = groups_of(os.getpid())
     return {kind: own.parent if own.name == LEAF else own for kind, own in found.items()}
+
+
+def make_group() -> GuestGroup | None:
+    """Make the groups of a new guest; None if the daemon may make none."""
+    name = f"mesh-guest-{secrets.token_hex(8)}"
+    made: dict[str, Path] = {}
+    for kind, own in own_groups().items():
+        if kind in ("", *CONTROLLERS):
+            with contextlib.suppress(OSError):
+                (own / name).mkdir()
+                made[kind] = own / name
+    if "" in made:
+        made |= {kind: made[""] for kind, file in V2_FILES.items() if (made[""] / file).exists()}
+    return GuestGroup(made) if made else None
 
 
 def remedy(missing: frozenset[str]) -> str:
