@@ -1,0 +1,212 @@
+"""The directory of data sets: whose manifests are taken, and which version of a name is the newest."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from ckptstore.dataset import Link
+from membership.envelope import seal
+from membership.identity import Identity, NodeId
+from membership.trust import TrustStore, found_mesh
+from mesh.data import directory as directory_module
+from mesh.data.directory import LEARNED, DataDirectory
+from mesh.data.manifest import (
+    KIND,
+    SECTION,
+    DataError,
+    DataManifest,
+    FetchFailed,
+    Held,
+    data_id,
+    encode_announced,
+    encode_manifest,
+)
+from mesh.rpc.client import PeerError
+from tests.chains import admitted
+
+NOW = time.time()
+ADA, BOB, EVE = Identity(b"a" * 32), Identity(b"b" * 32), Identity(b"e" * 32)
+PICTURES = Link(b"r" * 32, 100, 5, 1)
+
+
+class Mesh:
+    """Nodes of ada (this one), bob and eve, who has come last. What they announce and answer is set by the test."""
+
+    def __init__(self) -> None:
+        genesis, chain = found_mesh(ADA, "lab", "desk", "ada", NOW)
+        self.chains = {
+            ADA.node_id: chain,
+            BOB.node_id: admitted(ADA, genesis, chain, BOB.node_id, "bobs", "bob", NOW),
+            EVE.node_id: admitted(ADA, genesis, chain, EVE.node_id, "eves", "eve", NOW),
+        }
+        self.trust = TrustStore(genesis)
+        self.credentials = {node: self.trust.admit_chain(one, NOW) for node, one in self.chains.items()}
+        self.sections: dict[NodeId, Any] = {}
+        self.answers: dict[tuple[NodeId, bytes], bytes] = {}
+        self.asked: list[tuple[NodeId, bytes]] = []
+        self.blamed: list[NodeId] = []
+        self.kept: set[bytes] = set()
+        self.absent: set[NodeId] = set()
+        self.heard: list[DataManifest] = []
+        membership: Any = SimpleNamespace(
+            credentials=self.credentials[ADA.node_id],
+            members=lambda: [SimpleNamespace(node_id=one, present=one not in self.absent) for one in self.chains],
+            records=lambda prefix: list(self.sections.values()),
+        )
+        peers: Any = SimpleNamespace(call=self._call)
+        self.directory = DataDirectory(
+            self.trust,
+            membership,
+            peers,
+            self.kept.__contains__,
+            lambda node, what: self.blamed.append(node),
+            self._on_heard,
+        )
+
+    async def _on_heard(self, manifest: DataManifest) -> None:
+        self.heard.append(manifest)
+
+    async def _call(self, node: NodeId, method: str, path: str, timeout_s: float, answer_bytes: int) -> bytes:
+        identity = bytes.fromhex(path.split("/")[3])
+        self.asked.append((node, identity))
+        if (node, identity) not in self.answers:
+            raise PeerError("it does not have it")
+        return self.answers[node, identity]
+
+    def made(
+        self, by: Identity, name: str = "pictures", number: int = 1, **changes: Any
+    ) -> tuple[bytes, bytes, DataManifest]:
+        """Return a data set that a node's user has made: its id, the sealed manifest and the manifest."""
+        own = self.credentials[by.node_id]
+        chain = self.chains[by.node_id]
+        plain = DataManifest(1, name, own.user, own.user_key, chain, number, int(NOW), PICTURES, 105)
+        manifest = msgspec.structs.replace(plain, **changes)
+        sealed = seal(by, self.trust.mesh_id, KIND, encode_manifest(manifest))
+        return data_id(sealed), sealed, manifest
+
+    def announces(self, by: Identity, *sets: tuple[bytes, bytes, DataManifest], gives: bool = True) -> None:
+        rows = [
+            Held(one, manifest.user_key, manifest.user, manifest.name, manifest.number) for one, _, manifest in sets
+        ]
+        self.sections[by.node_id] = SimpleNamespace(node=by.node_id, section=SECTION, body=encode_announced(rows))
+        if gives:
+            self.answers |= {(by.node_id, one): sealed for one, sealed, _ in sets}
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh()
+
+
+async def test_manifest_is_learnt_from_any_holder(mesh: Mesh) -> None:
+    pictures = mesh.made(BOB)
+    mesh.announces(EVE, pictures)
+    await mesh.directory.learn()
+    assert mesh.directory.known == {pictures[0]: pictures[2]} and mesh.heard == [pictures[2]]
+    assert mesh.directory.sealed(pictures[0]) == pictures[1] and not mesh.blamed
+    await mesh.directory.learn()
+    assert len(mesh.asked) == 1, "it is known"
+
+
+@pytest.mark.parametrize("lie", ["another", "signer", "name", "stranger"])
+async def test_false_manifest_is_refused_and_its_giver_blamed(mesh: Mesh, lie: str) -> None:
+    one, sealed, manifest = mesh.made(BOB)
+    if lie == "another":
+        sealed = mesh.made(BOB, number=2)[1]
+    elif lie == "signer":  # eve signs what bob's chain would own
+        one, sealed, manifest = mesh.made(EVE, user="bob", user_key=manifest.user_key, chain=manifest.chain)
+    elif lie == "name":
+        one, sealed, manifest = mesh.made(EVE, user="bob")
+    else:
+        sealed = seal(Identity(b"x" * 32), mesh.trust.mesh_id, KIND, encode_manifest(manifest))
+        one = data_id(sealed)
+    mesh.announces(EVE, (one, sealed, manifest))
+    await mesh.directory.learn()
+    assert not mesh.directory.known and mesh.blamed == [EVE.node_id] and not mesh.heard
+    with pytest.raises(DataError):
+        mesh.directory.opened(one, sealed)
+    await mesh.directory.learn()
+    assert len(mesh.asked) == 1, "it is not asked for again at once"
+
+
+async def test_refused_manifest_is_asked_for_again_later(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, sealed, manifest = mesh.made(BOB)
+    mesh.announces(EVE, (one, sealed, manifest), gives=False)
+    mesh.answers[EVE.node_id, one] = b"?"
+    await mesh.directory.learn()
+    mesh.answers[EVE.node_id, one] = sealed
+    begun = time.monotonic()
+    monkeypatch.setattr(directory_module.time, "monotonic", lambda: begun + directory_module.AGAIN_S + 1)
+    await mesh.directory.learn()
+    assert one in mesh.directory.known
+
+
+async def test_only_newer_versions_are_asked_for_and_the_newest_counts(mesh: Mesh) -> None:
+    old, new = mesh.made(BOB, number=1), mesh.made(BOB, number=2)
+    mesh.announces(BOB, new)
+    await mesh.directory.learn()
+    mesh.announces(EVE, old)
+    await mesh.directory.learn()
+    assert mesh.asked == [(BOB.node_id, new[0])]
+    mesh.directory.remember(*old)
+    assert [one for one, _ in mesh.directory.newest()] == [new[0]]
+    assert mesh.directory.is_newest(new[0]) and not mesh.directory.is_newest(old[0])
+    assert mesh.directory.newest_of(new[2].key) == new[0]
+
+
+async def test_one_holder_that_does_not_answer_is_passed_over(mesh: Mesh) -> None:
+    pictures = mesh.made(BOB)
+    mesh.announces(EVE, pictures, gives=False)
+    mesh.announces(BOB, pictures)
+    assert await mesh.directory.manifest(pictures[0]) == pictures[2] and len(mesh.asked) == 2
+    with pytest.raises(FetchFailed, match="no node that is there has it"):
+        await mesh.directory.manifest(b"?" * 32)
+
+
+async def test_name_means_the_data_set_of_its_user(mesh: Mesh) -> None:
+    mine, bobs = mesh.made(ADA, number=1), mesh.made(BOB, number=9)
+    for one in (mine, bobs):
+        mesh.directory.remember(*one)
+    assert await mesh.directory.resolve("pictures") == (mine[0], mine[2])
+    assert await mesh.directory.resolve("ada/pictures") == (mine[0], mine[2])
+    assert await mesh.directory.resolve("bob/pictures") == (bobs[0], bobs[2])
+    assert await mesh.directory.resolve("eve/pictures") is None
+    assert await mesh.directory.resolve("nobody/pictures") is None
+
+
+async def test_removed_data_set_has_no_name(mesh: Mesh) -> None:
+    mesh.directory.remember(*mesh.made(BOB, number=1))
+    mesh.directory.remember(*mesh.made(BOB, number=2, root=None, chunk_bytes=0))
+    assert await mesh.directory.resolve("bob/pictures") is None and not mesh.directory.newest()
+
+
+async def test_claims_are_those_of_other_nodes_that_are_there(mesh: Mesh) -> None:
+    pictures = mesh.made(BOB)
+    for node in (ADA, BOB, EVE):
+        mesh.announces(node, pictures)
+    mesh.absent = {EVE.node_id}
+    assert mesh.directory.holders(pictures[0]) == [BOB.node_id]
+    mesh.sections[BOB.node_id] = SimpleNamespace(node=BOB.node_id, section=SECTION, body=b"\xc1")
+    assert mesh.directory.holders(pictures[0]) == [], "an announcement that cannot be read claims nothing"
+
+
+async def test_manifests_in_memory_are_bounded_and_what_is_here_stays(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "MAX_KNOWN", 3)
+    here = mesh.made(BOB, name="here")
+    mesh.directory.remember(*here)
+    mesh.kept.add(here[0])
+    for number in range(5):
+        mesh.directory.remember(*mesh.made(EVE, name=f"flood{number}"))
+    assert len(mesh.directory.known) == 3 and here[0] in mesh.directory.known
+    assert len(mesh.directory.newest()) == 3
+
+
+async def test_one_look_asks_for_a_bounded_number_of_manifests(mesh: Mesh) -> None:
+    mesh.announces(EVE, *(mesh.made(EVE, name=f"flood{number}") for number in range(LEARNED + 5)))
+    await mesh.directory.learn()
+    assert len(mesh.asked) == LEARNED
