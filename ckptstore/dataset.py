@@ -200,6 +200,8 @@ def _check_children(page: Page) -> None:
     for child in page.children:
         check_name(child.name)
         check_link_bounds(child.link)
+    if not all(child.link.entries for child in page.children):  # pages without entries could unfold without end
+        raise BadManifest("a page below an index page is empty")
     if any(a.name >= b.name for a, b in pairwise(page.children)):
         raise BadManifest("the pages of an index page are not in order")
 
@@ -312,3 +314,11 @@ def links_of(page: Page) -> Iterable[tuple[Link, bool]]:
     for entry in page.entries:
         for link in entry.lists:
             yield link, stat.S_ISDIR(entry.mode)
+
+
+def fresh(links: Iterable[tuple[Link, bool]], seen: set[Link]) -> Iterator[tuple[Link, bool]]:
+    """Yield the links that were not seen, and note them as seen."""
+    for link, is_page in links:
+        if link not in seen:
+            seen.add(link)
+            yield link, is_page

@@ -29,6 +29,7 @@ from ckptstore.dataset import (
     check_root,
     decode_list,
     decode_page,
+    fresh,
     links_of,
 )
 from ckptstore.encoding import Bytes
@@ -194,16 +195,19 @@ class DataSets(ObjectStore):
                 stack.append(((*parts, entry.name), self.entries(entry.lists[0])))
 
     def chunks(self, root: Link) -> Iterator[tuple[bytes, int]]:
-        """Yield every chunk below a link with its length, pages included; some more than once."""
+        """Yield every chunk below a link with its length, pages included; some more than once.
+
+        What several pages name is walked once, so that few bytes cannot unfold to millions of pages.
+        """
         check_root(root)
-        stack = [(root, True)]
+        stack, seen = [(root, True)], {root}
         while stack:
             link, is_page = stack.pop()
             yield link.id, link.length
             if is_page:
                 page = self.page(link)
                 yield from page.chunks
-                stack += links_of(page)
+                stack += fresh(links_of(page), seen)
             else:
                 yield from self.chunk_list(link).chunks
 

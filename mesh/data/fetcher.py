@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptstore.dataset import Link, links_of
+from ckptstore.dataset import Link, fresh, links_of
 from ckptstore.errors import BadManifest, CorruptChunk
 from ckptstore.fetch import Fetch, Request
 from ckptstore.messages import ChunkRequest, encode_chunk_request
@@ -122,7 +122,7 @@ class DataFetcher:
     ) -> int:
         """Walk the tree and fetch what is missing, pages first; return the bytes that came."""
         assert manifest.root is not None
-        stack, wanted = [(manifest.root, True)], dict[bytes, int]()
+        stack, wanted, seen = [(manifest.root, True)], dict[bytes, int](), {manifest.root}
         passed, came, total = 0, before, max(1, manifest.chunk_bytes)
 
         async def have(batch: Mapping[bytes, int]) -> None:
@@ -143,7 +143,7 @@ class DataFetcher:
             if stack and len(wanted) < CHUNKS:
                 nodes, stack = stack[-NODES:], stack[:-NODES]
                 await have({link.id: link.length for link, _ in nodes})
-                links, chunks = await asyncio.to_thread(self._opened_links, nodes)
+                links, chunks = await asyncio.to_thread(self._opened_links, nodes, seen)
                 stack += links
                 wanted |= chunks
             else:
@@ -151,13 +151,15 @@ class DataFetcher:
                 await have(batch)
         return came
 
-    def _opened_links(self, nodes: Sequence[tuple[Link, bool]]) -> tuple[list[tuple[Link, bool]], dict[bytes, int]]:
+    def _opened_links(
+        self, nodes: Sequence[tuple[Link, bool]], seen: set[Link]
+    ) -> tuple[list[tuple[Link, bool]], dict[bytes, int]]:
         links: list[tuple[Link, bool]] = []
         chunks: dict[bytes, int] = {}
         for link, is_page in nodes:
             if is_page:
                 page = self._holdings.store.page(link)
-                links += links_of(page)
+                links += fresh(links_of(page), seen)
                 chunks |= dict(page.chunks)
             else:
                 chunks |= dict(self._holdings.store.chunk_list(link).chunks)

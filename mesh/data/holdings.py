@@ -93,7 +93,7 @@ class Holdings:
         """Return the bytes of all packs and trees."""
         known = self._directory.known
         trees = [bytes.fromhex(path.name) for path in self.store.trees.iterdir() if len(path.name) == 64]
-        return self.store.stored_bytes() + sum(known[one].size for one in trees if one in known)
+        return self.store.stored_bytes() + sum(known[one].tree_bytes for one in trees if one in known)
 
     def kept(self) -> list[Kept]:
         """Return what is here, for eviction."""

@@ -342,7 +342,7 @@ class DataLibrary:
             if not self.holdings.store.tree(need.manifest).exists():
                 async with self._making:
                     tell("makes room")
-                    await self.space.make_room(size, f"the files of {manifest.full_name}")
+                    await self.space.make_room(manifest.tree_bytes, f"the files of {manifest.full_name}")
                     done = 0
 
                     def report(count: int) -> None:

@@ -19,6 +19,7 @@ from membership.trust import CLOCK_GRACE_S, USER, Credentials, User
 
 KIND = "data"  # envelope kind of a manifest
 SECTION = "data"  # where a node says what it holds
+BLOCK_BYTES = 4096  # of most file systems
 FORMAT_VERSION = 1
 MAX_READERS = 256  # own choice
 MAX_SEALED = 64 * 1024  # a sealed manifest with 256 readers and its signer's certificates has less
@@ -73,6 +74,11 @@ class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     @property
     def size(self) -> int:
         return self.root.size if self.root is not None else 0
+
+    @property
+    def tree_bytes(self) -> int:
+        """Return what its unpacked files take, at least a block each."""
+        return self.size + BLOCK_BYTES * (self.root.entries if self.root is not None else 0)
 
     def may_read(self, user_key: bytes) -> bool:
         """Tell whether a user may have the content."""

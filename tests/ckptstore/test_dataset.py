@@ -341,21 +341,27 @@ def test_links_and_depth_are_bounded_by_their_place() -> None:
         check_place((b"d",) * 256, Entry(b"f", FILE, 0))
 
 
+def put_page(store: DataSets, writer: PackWriter, page: Page, entries: int) -> Link:
+    data = encode(page)
+    chunk = chunk_name(data)
+    writer.add(*wrap(chunk, data, len(data), 0, 0, None))
+    return Link(chunk.id, len(data), 0, entries)
+
+
+def unfolding(store: DataSets, levels: int, wide: int) -> Link:
+    """Store a tree in which each page names the one below it `wide` times."""
+    writer = PackWriter(store.tmp, store.packs)
+    link = put_page(store, writer, Page(entries=(Entry(b"f", FILE, 0),)), 1)
+    for _ in range(levels):
+        entries = tuple(Entry(b"%03d" % n, DIRECTORY, 0, (), (link,)) for n in range(wide))
+        link = put_page(store, writer, Page(entries=entries), wide * (1 + link.entries))
+    store.publish_pack(writer)
+    return link
+
+
 def test_tree_that_unfolds_without_end_is_refused(store: DataSets) -> None:
     """Each page names the one below it a thousand times; the totals of its link say so, or it is refused."""
-    writer = PackWriter(store.tmp, store.packs)
-
-    def put(page: Page, size: int, entries: int) -> Link:
-        data = encode(page)
-        chunk = chunk_name(data)
-        writer.add(*wrap(chunk, data, len(data), 0, 0, None))
-        return Link(chunk.id, len(data), size, entries)
-
-    link = put(Page(entries=(Entry(b"f", FILE, 0),)), 0, 1)
-    for _ in range(3):
-        entries = tuple(Entry(b"%03d" % n, DIRECTORY, 0, (), (link,)) for n in range(1000))
-        link = put(Page(entries=entries), 0, 1000 * (1 + link.entries))
-    store.publish_pack(writer)
+    link = unfolding(store, 3, 1000)
     assert link.entries > MAX_ENTRIES
     with pytest.raises(BadManifest, match="holds at most"):
         check_root(link)
@@ -365,6 +371,25 @@ def test_tree_that_unfolds_without_end_is_refused(store: DataSets) -> None:
     with pytest.raises(BadManifest, match="does not hold what its link says"):
         store.make_tree(ID, lying)
     assert list(store.trees.iterdir()) == []
+
+
+def test_page_that_many_pages_name_is_walked_once(store: DataSets) -> None:
+    link = unfolding(store, 3, 200)
+    assert 10_000_000 < link.entries < MAX_ENTRIES
+    assert len(list(store.chunks(link))) == 4
+    assert store.measure(link) < 1 << 20
+
+
+def test_index_pages_without_entries_are_refused(store: DataSets) -> None:
+    """Totals do not bound a walk of pages that hold nothing."""
+    writer = PackWriter(store.tmp, store.packs)
+    link = put_page(store, writer, Page(), 0)
+    for _ in range(3):
+        link = put_page(store, writer, Page(children=tuple(Child(b"%02d" % n, link) for n in range(100))), 0)
+    store.publish_pack(writer)
+    for walk in (store.measure, lambda link: store.make_tree(ID, link), lambda link: list(store.walk(link))):
+        with pytest.raises(BadManifest, match="is empty"):
+            walk(link)
 
 
 def test_chunk_of_another_length_is_refused(store: DataSets) -> None:

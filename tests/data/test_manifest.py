@@ -9,6 +9,7 @@ from ckptstore.dataset import MAX_BYTES, MAX_ENTRIES, Link
 from membership.records import MAX_BODY_BYTES
 from membership.trust import USER, Credentials, User
 from mesh.data.manifest import (
+    BLOCK_BYTES,
     MAX_ANNOUNCED,
     MAX_READERS,
     MAX_SEALED,
@@ -27,6 +28,12 @@ from mesh.data.manifest import (
 ADA, EVE, NODE = b"a" * 32, b"e" * 32, b"n" * 32
 GOOD = DataManifest(1, "pictures", "ada", ADA, b"chain", 5, 1000, Link(b"r" * 32, 100, 5, 1), 105)
 SIGNER = Credentials(NODE, "node1", "ada", ADA, 0, (USER,), False, b"", 500, 2000)
+
+
+def test_empty_files_take_space() -> None:
+    """Twenty million of them would fill a disk with a data set of no bytes."""
+    assert msgspec.structs.replace(GOOD, root=Link(b"r" * 32, 100, 0, 20_000_000)).tree_bytes > 80e9
+    assert GOOD.tree_bytes == GOOD.size + BLOCK_BYTES
 
 
 def test_manifest_survives_its_encoding() -> None:
