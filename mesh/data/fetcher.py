@@ -100,6 +100,7 @@ class DataFetcher:
                     break
                 except FetchFailed as error:
                     log.info("data set %s: %s", manifest.full_name, error)
+                    failed.clear()  # the next round asks them again
                     rounds = 1 if progress.came > done else rounds + 1
                     done = progress.came
                     if rounds >= ROUNDS:
@@ -128,7 +129,10 @@ class DataFetcher:
         async def have(batch: Mapping[bytes, int]) -> None:
             nonlocal passed, came
             missing = await asyncio.to_thread(self._holdings.store.missing, list(batch))
-            passed += sum(batch.values()) - sum(batch[one] for one in missing)
+            lacks = sum(batch[one] for one in missing)
+            if came - before + lacks > manifest.chunk_bytes:
+                raise BadManifest(f"it holds more than the {amount(manifest.chunk_bytes)} that its manifest says")
+            passed += sum(batch.values()) - lacks
             for start in range(0, len(missing), CHUNKS):
                 some = {one: batch[one] for one in missing[start : start + CHUNKS]}
 
@@ -177,7 +181,6 @@ class DataFetcher:
         holders = [node for node in self._directory.holders(identity) if node not in failed][:SOURCES]
         if not holders:
             why = "; ".join(dict.fromkeys(failed.values())) or "no node that is there has it whole"
-            failed.clear()  # a later round asks them again
             raise FetchFailed(f"{self._directory.known[identity].full_name}: {why}")
         plan = Fetch(missing, holders)
         total = plan.left_bytes

@@ -5,6 +5,7 @@ import random
 import stat
 import subprocess
 import time
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -376,7 +377,7 @@ def test_tree_that_unfolds_without_end_is_refused(store: DataSets) -> None:
 def test_page_that_many_pages_name_is_walked_once(store: DataSets) -> None:
     link = unfolding(store, 3, 200)
     assert 10_000_000 < link.entries < MAX_ENTRIES
-    assert len(list(store.chunks(link))) == 4
+    assert len(list(islice(store.chunks(link), 10))) == 4
     assert store.measure(link) < 1 << 20
 
 

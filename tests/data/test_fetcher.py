@@ -1,0 +1,188 @@
+"""Fetching of data sets, between real stores: from several holders, again after failures, and no more than was said."""
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from ckptstore.dataset_adder import Adder
+from ckptstore.dataset_store import DataSets
+from ckptstore.errors import CorruptChunk
+from ckptstore.fetch import Request
+from mesh.data import fetcher as fetcher_module
+from mesh.data.fetcher import ROUNDS, DataFetcher
+from mesh.data.holdings import Holdings
+from mesh.data.manifest import DataManifest, FetchFailed
+from mesh.rpc.client import PeerError
+
+FIRST, SECOND = b"1" * 32, b"2" * 32
+JOB = b"j" * 16
+FILES, SIZE = 6, 4_500_000  # a chunk each, at least
+
+
+class Fetching:
+    """A node that fetches from holders, each with a real store. `fails`: errors that a holder raises, one for each request."""
+
+    def __init__(self, root: Path) -> None:
+        self.holders = {node: DataSets(root / name) for node, name in ((FIRST, "first"), (SECOND, "second"))}
+        source = root / "source"
+        source.mkdir()
+        for number in range(FILES):
+            (source / f"{number}").write_bytes(os.urandom(SIZE))
+        for store in self.holders.values():
+            with store.working():
+                self.root = Adder(store, lambda progress: None, False).add(source).root
+                self.bytes = store.measure(self.root)
+                store.publish(b"i" * 32, b"sealed", self.root)
+        self.manifest = DataManifest(1, "set", "ada", b"a" * 32, b"chain", 1, 1000, self.root, self.bytes)
+        self.identity = b"i" * 32
+        self.listed = [FIRST, SECOND]
+        self.fails: dict[bytes, list[Exception]] = {FIRST: [], SECOND: []}
+        self.asked: list[Request] = []
+        self.paths: set[str] = set()
+        self.blamed: list[bytes] = []
+        self.arrived: list[bytes] = []
+        self.room: list[int] = []
+        self.hang: asyncio.Event | None = None
+        directory: Any = SimpleNamespace(
+            known={self.identity: self.manifest},
+            sealed=lambda identity: b"sealed",
+            holders=lambda identity: list(self.listed),
+        )
+        space: Any = SimpleNamespace(make_room=self._make_room)
+        self.holdings = Holdings(root / "here", None, directory)
+        nothing: Any = None
+        self.fetcher = DataFetcher(
+            self.holdings,
+            directory,
+            space,
+            nothing,
+            lambda node, what: self.blamed.append(node),
+            lambda identity, sealed, manifest: self.arrived.append(identity),
+        )
+
+    async def _make_room(self, more: int, what: str) -> None:
+        self.room.append(more)
+
+    async def pulled(self, peers: None, request: Request, path: str, body: bytes, receiver: Any) -> Any:
+        """Stand for the network: hand over what the holder's store streams."""
+        self.asked.append(request)
+        self.paths.add(path)
+        try:
+            if self.hang is not None:
+                await self.hang.wait()
+            if self.fails[request.source]:
+                raise self.fails[request.source].pop(0)
+            for data in self.holders[request.source].stream(request.ids):
+                receiver.feed(data)
+        except BaseException:
+            receiver.abort()
+            raise
+        finish = asyncio.create_task(asyncio.to_thread(receiver.keep))
+        return [one for one in request.ids if one in receiver.arrived], finish
+
+    async def fetch(self, **changes: Any) -> None:
+        manifest = msgspec.structs.replace(self.manifest, **changes)
+        await self.fetcher.fetch(self.identity, manifest, JOB, lambda words: None)
+
+
+@pytest.fixture
+async def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    fetching = Fetching(tmp_path)
+    monkeypatch.setattr(fetcher_module, "pulled", fetching.pulled)
+    monkeypatch.setattr(fetcher_module, "RETRY_S", 0.001)
+    await fetching.holdings.open()
+    yield fetching
+    await fetching.fetcher.close()
+    await fetching.holdings.close()
+    for store in fetching.holders.values():
+        store.close()
+
+
+async def test_data_set_comes_from_all_holders(fetching: Fetching) -> None:
+    await fetching.fetch()
+    assert fetching.arrived == [fetching.identity] and fetching.holdings.store.has(fetching.identity)
+    assert {request.source for request in fetching.asked} == {FIRST, SECOND}
+    assert fetching.room == [fetching.bytes]
+    assert fetching.paths == {f"/v1/data/{fetching.identity.hex()}/chunks?job={JOB.hex()}"}
+    tree = fetching.holdings.store.make_tree(fetching.identity, fetching.root)
+    assert sum(1 for _ in tree.iterdir()) == FILES
+
+
+async def test_holder_that_fails_is_replaced_by_another(fetching: Fetching) -> None:
+    fetching.fails[FIRST] = [PeerError("it is off")] * 50
+    await fetching.fetch()
+    assert fetching.arrived and not fetching.blamed
+
+
+async def test_holder_that_sends_wrong_data_is_blamed(fetching: Fetching) -> None:
+    fetching.fails[FIRST] = [CorruptChunk("not what was asked for")]
+    await fetching.fetch()
+    assert fetching.arrived and fetching.blamed == [FIRST]
+
+
+async def test_fetch_is_tried_again_and_then_given_up(fetching: Fetching) -> None:
+    fetching.listed = [FIRST]
+    fetching.fails[FIRST] = [PeerError("it is off")] * (ROUNDS - 1)
+    await fetching.fetch()
+    assert len(fetching.arrived) == 1
+    fetching.listed = []
+    with pytest.raises(FetchFailed, match="no node that is there has it whole"):
+        await fetching.fetch(root=msgspec.structs.replace(fetching.root, id=b"?" * 32))
+
+
+async def test_fetch_goes_on_where_it_was(fetching: Fetching) -> None:
+    """What came before a failure is not asked for again."""
+    fetching.listed = [FIRST]
+    real = fetching.pulled
+    requests = 0
+
+    async def once(*order: Any) -> Any:
+        nonlocal requests
+        requests += 1
+        if requests == 2:
+            raise PeerError("it is off")
+        return await real(*order)
+
+    fetcher_module.pulled = once  # type: ignore[assignment]
+    await fetching.fetch()
+    asked = [one for request in fetching.asked for one in request.ids]
+    assert len(asked) == len(set(asked)) and requests > 2
+
+
+async def test_data_set_with_more_than_its_manifest_says_is_given_up(fetching: Fetching) -> None:
+    with pytest.raises(FetchFailed, match=r"more than the .* that its manifest says"):
+        await fetching.fetch(chunk_bytes=fetching.bytes - 1)
+    assert not fetching.arrived and not fetching.holdings.store.has(fetching.identity)
+    assert fetching.holdings.store.stored_bytes() < fetching.bytes
+
+
+async def test_fetch_is_shared_and_ends_with_the_last_that_waits(fetching: Fetching) -> None:
+    fetching.hang = asyncio.Event()
+    waiters = [asyncio.create_task(fetching.fetch()) for _ in range(2)]
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    assert fetching.fetcher.words(fetching.identity)
+    waiters[0].cancel()
+    await asyncio.gather(waiters[0], return_exceptions=True)
+    assert fetching.fetcher.words(fetching.identity), "another waits for it"
+    waiters[1].cancel()
+    await asyncio.gather(waiters[1], return_exceptions=True)
+    fetching.hang.set()
+    assert not fetching.fetcher.words(fetching.identity) and not fetching.arrived
+    await fetching.fetch()
+    assert fetching.arrived == [fetching.identity], "a later one begins anew"
+
+
+async def test_node_that_leaves_ends_its_fetches(fetching: Fetching) -> None:
+    fetching.hang = asyncio.Event()
+    waiter = asyncio.create_task(fetching.fetch())
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    await fetching.fetcher.close()
+    with pytest.raises(FetchFailed, match="this node is leaving"):
+        await waiter
