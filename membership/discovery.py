@@ -8,19 +8,26 @@ reach an address on docker0 (exo issue 858).
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
-from ipaddress import ip_address, ip_network
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from pathlib import Path
 
 import ifaddr
 import msgspec
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from membership.addresses import family_of, is_any, prefer_public
 from membership.identity import NodeId, short_id
 
 SERVICE = "_campusmesh._udp.local."
 SKIPPED_INTERFACES = ("docker", "veth", "virbr", "br-", "tun", "tap", "tailscale", "wg", "cni", "podman")
 LOOKUP_MS = 1500
+LOOPBACKS = ("127.0.0.1", "::1")
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+# linux/if_addr.h: temporary, failed its check for duplicates, deprecated, still checked for duplicates
+UNUSABLE_FLAGS = 0x01 | 0x08 | 0x20 | 0x40
 
 log = logging.getLogger(__name__)
 
@@ -32,53 +39,87 @@ class MdnsConfig(msgspec.Struct, frozen=True):
 
 
 def lan_addresses() -> list[str]:
-    """Return the IPv4 addresses of real interfaces, without loopback, containers and tunnels."""
-    found: list[str] = []
+    """Return the addresses of real interfaces, IPv4 first, without loopback, containers and tunnels.
+
+    Of IPv6, without those that only one link or no other node can use for long: link-local and temporary ones.
+    """
+    return [host for host, _ in _lan_networks()]
+
+
+def interface_of(host: str) -> int:
+    """Return the index of the interface that has this address; 0 if none has it."""
+    for adapter in ifaddr.get_adapters():
+        if any(host == (ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for ip in adapter.ips):
+            return adapter.index or 0
+    return 0
+
+
+def _lan_networks() -> list[tuple[str, int]]:
+    """Return the same addresses, each with the length of its network's prefix."""
+    found, unusable = [], _unusable_ipv6()
     for adapter in ifaddr.get_adapters():
         if adapter.nice_name.startswith(SKIPPED_INTERFACES):
             continue
         for ip in adapter.ips:
-            if isinstance(ip.ip, str) and not ip_address(ip.ip).is_loopback:
-                found.append(ip.ip)
-    return found
+            address = ip_address(ip.ip if isinstance(ip.ip, str) else ip.ip[0])
+            if not (address.is_loopback or is_link_local(str(address)) or address in unusable):
+                found.append((address.compressed, ip.network_prefix))
+    return sorted(found, key=lambda one: ":" in one[0])
+
+
+def _unusable_ipv6() -> set[IPv4Address | IPv6Address]:
+    try:
+        lines = IPV6_ADDRESSES.read_text().splitlines()
+    except OSError:
+        return set()  # a kernel without IPv6
+    rows = [line.split() for line in lines]
+    return {IPv6Address(bytes.fromhex(row[0])) for row in rows if int(row[4], 16) & UNUSABLE_FLAGS}
 
 
 def neighbours(hosts: list[str]) -> list[str]:
     """Return those of these addresses that are on a network of this machine and are not its own."""
-    networks, own = [ip_network("127.0.0.0/8")], set()
-    for adapter in ifaddr.get_adapters():
-        for ip in adapter.ips:
-            if isinstance(ip.ip, str) and not adapter.nice_name.startswith(SKIPPED_INTERFACES):
-                networks.append(ip_network(f"{ip.ip}/{ip.network_prefix}", strict=False))
-                own.add(ip.ip)
+    networks, own = [ip_network("127.0.0.0/8"), ip_network("::1")], set()
+    for host, prefix in _lan_networks():
+        networks.append(ip_network(f"{host}/{prefix}", strict=False))
+        own.add(host)
     near = []
     for host in hosts:
         try:
             address = ip_address(host)
         except ValueError:
             continue
-        if any(address in network for network in networks) and (host not in own or address.is_loopback):
+        if any(address in network for network in networks) and host not in own:
             near.append(host)
     return near
-
-
-def is_any(bind_host: str) -> bool:
-    return bind_host in {"0.0.0.0", "::", ""}
 
 
 def advertised_address(bind_host: str, towards: str | None) -> str:
     """Return the bound address, else the one the kernel would use towards a peer, else one of a LAN."""
     if not is_any(bind_host):
         return bind_host
+    families = {family_of(bind_host)} if bind_host else {socket.AF_INET, socket.AF_INET6}
     if towards is not None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((towards, 9))  # sends no packet, only looks up the route
-                return str(probe.getsockname()[0])
-            except OSError:
-                pass
-    addresses = lan_addresses()
-    return addresses[0] if addresses else "127.0.0.1"
+        for source in _sources_towards(towards):
+            if family_of(source) in families and not is_link_local(source):
+                return source
+    addresses = [host for host in lan_addresses() if family_of(host) in families]
+    return addresses[0] if addresses else LOOPBACKS[bind_host == "::"]
+
+
+def is_link_local(host: str) -> bool:
+    """Return True for an IPv6 address that only one link knows."""
+    return host.startswith("fe80:")
+
+
+def _sources_towards(host: str) -> Iterator[str]:
+    """Yield the addresses from which the kernel would send to this host."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, suppress(OSError):
+                if family == socket.AF_INET6:
+                    prefer_public(probe)
+                probe.connect(address)  # sends no packet, only looks up the route
+                yield str(probe.getsockname()[0])
 
 
 class MdnsBeacon:
@@ -105,8 +146,9 @@ class MdnsBeacon:
 
     async def start(self) -> None:
         """Start announcing. A network without multicast sets `problem` and raises nothing."""
+        ip_version = IPVersion.All if socket.has_dualstack_ipv6() else IPVersion.V4Only
         try:
-            self._zeroconf = AsyncZeroconf(interfaces=self._interfaces(), ip_version=IPVersion.V4Only)
+            self._zeroconf = AsyncZeroconf(interfaces=self._interfaces(), ip_version=ip_version)
             await self._zeroconf.zeroconf.async_wait_for_start()
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
             await self._zeroconf.async_register_service(self._info(), cooperating_responders=True)
@@ -126,14 +168,20 @@ class MdnsBeacon:
             log.warning("mDNS announcement could not be updated: %r", error)
 
     def _interfaces(self) -> list[str]:
-        return list(self._config.interfaces) or lan_addresses() or ["127.0.0.1"]
+        return list(self._config.interfaces) or lan_addresses() or [LOOPBACKS[0]]
+
+    def _addresses(self) -> list[str]:
+        """Return what to announce: the advertised address, and one of the other family for nodes that have only that one."""
+        others = [] if self._config.interfaces else [host for host in lan_addresses() if host != self._host]
+        of_family = {family_of(host): host for host in [*reversed(others), self._host]}
+        return [host for host in of_family.values() if _is_address(host)]
 
     def _info(self) -> AsyncServiceInfo:
         label = "".join(c if c.isalnum() or c == "-" else "-" for c in self._nick)[:40]
         return AsyncServiceInfo(
             SERVICE,
             f"{label}-{short_id(self._node)}.{SERVICE}",
-            addresses=[socket.inet_aton(self._host)],
+            parsed_addresses=self._addresses(),
             port=self._port,
             properties={"v": "1", "mesh": self._mesh_id.hex()[:8], "id": self._node.hex()},
             server=f"{short_id(self._node)}.local.",
@@ -167,15 +215,14 @@ class MdnsBeacon:
             return
         if len(node) != 32 or node == self._node:
             return
-        for address in info.parsed_addresses(IPVersion.V4Only):
-            self._found(node, address, info.port)
+        for address in info.parsed_addresses(IPVersion.All):
+            if not is_link_local(address):
+                self._found(node, address, info.port)
 
 
-def parse_seed(text: str, default_port: int) -> tuple[str, int]:
-    """Parse `host` or `host:port`; ValueError with a message for the user."""
-    host, colon, port = text.strip().rpartition(":")
-    if not colon:
-        host, port = text.strip(), str(default_port)
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is not an address: write HOST or HOST:PORT, as in lab3.example.edu:{default_port}")
-    return host.strip("[]"), int(port)
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import msgspec
 
+from membership.addresses import address_text, bound_sockets, family_of, parse_seed
 from membership.admission import Admission, AdmissionPolicy, PendingJoin, read_allow_list, request_join
 from membership.bootstrap import Bootstrap
 from membership.clock_skew import CLOCK_WARN_S
 from membership.config import SwimConfig
 from membership.core import Core
-from membership.discovery import MdnsBeacon, MdnsConfig, parse_seed
+from membership.discovery import MdnsBeacon, MdnsConfig
 from membership.effects import (
     Cloned,
     Effect,
@@ -130,8 +131,8 @@ class MembershipNode:
         self._reconciling = 0
         self._in_contact = asyncio.Event()  # all state was exchanged with another node
         self._renew_at = 0.0
-        self._transport: asyncio.DatagramTransport | None = None
-        self._server: asyncio.Server | None = None
+        self._transports: dict[socket.AddressFamily, asyncio.DatagramTransport] = {}
+        self._servers: list[asyncio.Server] = []
         self._epoch = 0
         self._stopped = False
 
@@ -198,10 +199,10 @@ class MembershipNode:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._beacon is not None:
             await self._beacon.stop()
-        if self._transport is not None:
-            self._transport.close()
-        if self._server is not None:
-            self._server.close()
+        for transport in self._transports.values():
+            transport.close()
+        for server in self._servers:
+            server.close()
 
     async def leave(self) -> None:
         """Announce the departure: three farewells to each member, spread over 0.2 s."""
@@ -383,8 +384,11 @@ class MembershipNode:
                     self._on_clone(effect)
 
     def _send(self, data: bytes, host: str, port: int) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.sendto(data, (host, port))
+        transport = self._transports.get(family_of(host))
+        if transport is None:
+            self.counters["no_route"] += 1  # an address of a family that this node does not listen on
+        elif not transport.is_closing():
+            transport.sendto(data, (host, port))
 
     def _set_timer(self, name: str, token: int, at: float) -> None:
         old = self._timers.pop(name, None)
@@ -407,7 +411,7 @@ class MembershipNode:
             self.counters["reconciles_put_off"] += 1
             return
         self._reconciling += 1
-        self._spawn(self._push_pull(effect), f"push-pull {effect.host}:{effect.port}")
+        self._spawn(self._push_pull(effect), f"push-pull {address_text(effect.host, effect.port)}")
 
     async def _push_pull(self, effect: WantReconcile) -> None:
         try:
@@ -415,12 +419,12 @@ class MembershipNode:
             self._in_contact.set()
         except FAILURES as error:
             self.counters["reconcile_failed"] += 1
-            log.debug("push-pull with %s:%d failed: %s", effect.host, effect.port, error)
+            log.debug("push-pull with %s failed: %s", address_text(effect.host, effect.port), error)
         finally:
             self._reconciling -= 1
 
     def _on_clone(self, effect: Cloned) -> None:
-        address = f"{effect.host}:{effect.port}"
+        address = address_text(effect.host, effect.port)
         first = "cloned" not in self.problems
         if not effect.younger:
             self.problems["cloned"] = (
@@ -437,8 +441,8 @@ class MembershipNode:
         self._stopped = True
         for timer in self._timers.values():
             timer.cancel()
-        if self._transport is not None:
-            self._transport.close()
+        for transport in self._transports.values():
+            transport.close()
         if first:
             log.error("%s", self.problems["cloned"])
             self._on_fatal(self.problems["cloned"])
@@ -582,7 +586,7 @@ class MembershipNode:
                     self.problems.pop("certificate", None)
                     return
             except FAILURES as error:
-                log.info("%s:%d does not take a join request: %s", host, port, error)
+                log.info("%s does not take a join request: %s", address_text(host, port), error)
 
     def _save_peers(self) -> None:
         known = {peer.node: peer for peer in self._snapshot.peers}
@@ -601,25 +605,29 @@ class MembershipNode:
 
     async def _bind(self) -> None:
         loop = asyncio.get_running_loop()
+        listeners: list[socket.socket] = []
         try:
-            self._server = await asyncio.start_server(self._serve_unless_stopped, self._bind_host, self.port)
-            self.port = self._server.sockets[0].getsockname()[1]
-            self._transport, _ = await loop.create_datagram_endpoint(
-                lambda: _Datagrams(self), local_addr=(self._bind_host, self.port)
-            )
-            receiver: socket.socket = self._transport.get_extra_info("socket")
-            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+            listeners = bound_sockets(self._bind_host, self.port, socket.SOCK_STREAM)
+            self.port = listeners[0].getsockname()[1]
+            receivers = bound_sockets(self._bind_host, self.port, socket.SOCK_DGRAM)
         except OSError as error:
-            if self._server is not None:
-                self._server.close()
+            for listener in listeners:
+                listener.close()
             if error.errno == errno.EADDRINUSE:
+                where = f"port {self.port} on {self._bind_host or 'this machine'}"
                 raise PortInUse(
-                    f"port {self.port} on {self._bind_host} is in use by another program (another mesh daemon?). "
+                    f"{where} is in use by another program (another mesh daemon?). "
                     "Stop it, or choose another port with --port."
                 ) from error
             if error.errno == errno.EADDRNOTAVAIL:
                 raise PortInUse(f"{self._bind_host} is not an address of this machine: see --bind") from error
             raise
+        for listener in listeners:
+            self._servers.append(await asyncio.start_server(self._serve_unless_stopped, sock=listener))
+        for receiver in receivers:
+            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+            transport, _ = await loop.create_datagram_endpoint(lambda: _Datagrams(self), sock=receiver)
+            self._transports[receiver.family] = transport
 
     def _spawn(self, work: object, name: str) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)  # type: ignore[arg-type]

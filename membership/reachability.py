@@ -10,9 +10,10 @@ from random import Random
 
 import msgspec
 
+from membership.addresses import address_text, is_any
 from membership.bootstrap import Bootstrap
 from membership.core import Clock, Core
-from membership.discovery import MdnsBeacon, advertised_address, is_any, lan_addresses, neighbours
+from membership.discovery import LOOPBACKS, MdnsBeacon, advertised_address, lan_addresses, neighbours
 from membership.identity import NodeId, short_id
 from membership.member import Member
 from membership.reconcile import Reached
@@ -104,7 +105,7 @@ class Reachability:
         self.reached.pop(node, None)
         self.reached = dict([*self.reached.items(), (node, answer)][-MAX_ANSWERS:])
         elsewhere = answer.seen_host not in {"", self.host}
-        if self._may_choose and elsewhere and not answer.udp and answer.seen_host in (*self._addresses, "127.0.0.1"):
+        if self._may_choose and elsewhere and not answer.udp and answer.seen_host in (*self._addresses, *LOOPBACKS):
             self._change(answer.seen_host, core)
             self._check_at = self._clock.boot() + 1.0
             return
@@ -148,7 +149,7 @@ class Reachability:
         return PeerReport(nick, answer.udp, answer.tcp, answer.seen_host)
 
     def _describe(self, nick: str, answer: Reached) -> str:
-        address = f"{self.host}:{self.port}"
+        address = address_text(self.host, self.port)
         if answer.udp:
             return (
                 f"TCP from {nick} does not reach this node at {address} ({answer.tcp}), so news of other nodes arrives "

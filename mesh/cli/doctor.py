@@ -15,6 +15,7 @@ from typing import Any, Literal
 import click
 import msgspec
 
+from membership.addresses import bound_sockets, family_of, is_any, parse_seed
 from membership.clock_skew import CLOCK_WARN_S, MIN_PEERS
 from membership.trust import CERTIFICATE_WARN_S, CLOCK_GRACE_S, TrustError, TrustStore
 from mesh.api.no_daemon import NoDaemon
@@ -22,13 +23,13 @@ from mesh.cli.nodes import edge_text, system_text
 from mesh.cli.output import print_json, say
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import client, json_option, layout
-from mesh.daemon.config import Settings, load_settings
+from mesh.daemon.config import GOSSIP_PORT, Settings, load_settings
 from mesh.daemon.layout import Layout
 from mesh.util.errors import ConfigError, ExitCode, MeshError
 from mesh.util.text import plural
 
 State = Literal["ok", "warn", "fail"]
-MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353
+MDNS_GROUP, MDNS_GROUP6 = "224.0.0.251", "ff02::fb"
 MULTICAST_WAIT_S = 1.0
 DISK_RATE = "disk rate"  # a limit as engines name it
 LOW_DISK = 2 << 30  # a checkpoint of a small model (own choice)
@@ -198,13 +199,11 @@ def _taken_by(protocol: str, host: str, number: int) -> str:
     if number == 0:
         return ""
     kind = socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM
-    with socket.socket(socket.AF_INET, kind) as probe:
-        if protocol == "tcp":
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, number))
-        except OSError as error:
-            return _owner(protocol, number) if error.errno == errno.EADDRINUSE else f"no program, but: {error.strerror}"
+    try:
+        for probe in bound_sockets(host, number, kind):
+            probe.close()
+    except OSError as error:
+        return _owner(protocol, number) if error.errno == errno.EADDRINUSE else f"no program, but: {error.strerror}"
     return ""
 
 
@@ -230,28 +229,35 @@ def _owner(protocol: str, number: int) -> str:
 
 def _multicast(settings: Settings) -> dict[str, str]:
     """Send a multicast packet on each interface and check that it comes back."""
-    from membership.discovery import is_any, lan_addresses
+    from membership.discovery import interface_of, lan_addresses
 
     found = {}
     for address in lan_addresses() if is_any(settings.bind) else [settings.bind]:
-        found[address] = _multicast_on(address)
+        found[address] = _multicast_on(address, interface_of(address))
     return found
 
 
-def _multicast_on(address: str) -> str:
+def _multicast_on(address: str, interface: int) -> str:
     word = b"campus-mesh doctor %d %d" % (os.getpid(), time.monotonic_ns())
-    membership = struct.pack("4s4s", socket.inet_aton(MDNS_GROUP), socket.inet_aton(address))
+    family = family_of(address)
     try:
         with (
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+            socket.socket(family, socket.SOCK_DGRAM) as receiver,
+            socket.socket(family, socket.SOCK_DGRAM) as sender,
         ):
             receiver.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            receiver.bind((MDNS_GROUP, 0))
-            receiver.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
-            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
-            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
-            sender.sendto(word, (MDNS_GROUP, receiver.getsockname()[1]))
+            if family == socket.AF_INET6:
+                group, index = socket.inet_pton(family, MDNS_GROUP6), struct.pack("@I", interface)
+                receiver.bind((MDNS_GROUP6, 0, 0, interface))
+                receiver.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group + index)
+                sender.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, index)
+                sender.sendto(word, (MDNS_GROUP6, receiver.getsockname()[1], 0, interface))
+            else:
+                group, own = socket.inet_aton(MDNS_GROUP), socket.inet_aton(address)
+                receiver.bind((MDNS_GROUP, 0))
+                receiver.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group + own)
+                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, own)
+                sender.sendto(word, (MDNS_GROUP, receiver.getsockname()[1]))
             deadline = time.monotonic() + MULTICAST_WAIT_S
             while (left := deadline - time.monotonic()) > 0:
                 receiver.settimeout(left)
@@ -364,7 +370,8 @@ def _ports(ports: Sequence[Port]) -> Iterator[Finding]:
 def _multicast_findings(facts: Facts) -> Iterator[Finding]:
     network, problems = facts.network, {address: text for address, text in facts.multicast.items() if text}
     for address, problem in problems.items():
-        firewall = "allow UDP port 5353 to 224.0.0.251 in the firewall, or name a node: `mesh up --join HOST`"
+        group = MDNS_GROUP6 if ":" in address else MDNS_GROUP
+        firewall = f"allow UDP port 5353 to {group} in the firewall, or name a node: `mesh up --join HOST`"
         yield warn("multicast", f"does not work on {address}: {problem}", firewall)
     if problems or not facts.multicast:
         return
@@ -423,7 +430,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 
 def _reach(address: str, asked: list[dict[str, Any]]) -> Iterator[Finding]:
-    host, _, port = address.rpartition(":")
+    host, port = parse_seed(address, GOSSIP_PORT)
     silent = [answer for answer in asked if answer["error"]]
     answers = [answer for answer in asked if not answer["error"]]
     if not answers:

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from membership.addresses import address_text
 from mesh.cli.listing import listing, show
 from mesh.cli.names import NODE, WAITING
 from mesh.cli.output import ask_secret, confirm, print_json, say, table
@@ -205,7 +206,7 @@ class _Request(NamedTuple):
 
 
 def _invited(where: Layout, text: str, nick: str | None, user: str | None, ssh_identity: Path | None) -> _Request:
-    from membership.discovery import parse_seed
+    from membership.addresses import parse_seed
     from membership.trust import TrustStore, parse_invite, prove_invite
 
     try:
@@ -242,7 +243,7 @@ def _prove_ssh_key(mesh_id: bytes, grant: "Grant", identity: "Identity", file: P
 
 
 def _asking(where: Layout, text: str, nick: str | None, user: str | None, mesh_id: str) -> _Request:
-    from membership.discovery import parse_seed
+    from membership.addresses import parse_seed
 
     try:
         address = parse_seed(text, GOSSIP_PORT)
@@ -264,7 +265,8 @@ def _ask_until_admitted(where: Layout, request: _Request) -> tuple[str, str]:
             mesh = store.genesis.name
             if not store.mesh_id.hex().startswith(request.mesh_id):
                 raise MeshError(
-                    f"{host}:{port} belongs to mesh {store.mesh_id.hex()}, not {request.mesh_id}", ExitCode.REFUSED
+                    f"{address_text(host, port)} belongs to mesh {store.mesh_id.hex()}, not {request.mesh_id}",
+                    ExitCode.REFUSED,
                 )
             if answer.state == "revoked":
                 raise MeshError(f"the key of this node was revoked in mesh {mesh!r}", ExitCode.REFUSED)
@@ -291,7 +293,7 @@ def _ask_until_admitted(where: Layout, request: _Request) -> tuple[str, str]:
             "the request stays for an hour: run the same command again to go on", ExitCode.REFUSED
         ) from None
     seeds = dict.fromkeys([(host, port), *request.addresses])
-    save_membership(where, answer.genesis, answer.granted, tuple(f"{host}:{port}" for host, port in seeds))
+    save_membership(where, answer.genesis, answer.granted, tuple(address_text(*seed) for seed in seeds))
     return mesh, credentials.user
 
 
@@ -341,15 +343,15 @@ def _ask(host: str, port: int, request: _Request) -> "tuple[bytes, TrustStore, J
         return asyncio.run(asked)
     except TimeoutError as error:
         raise MeshError(
-            f"no answer from {host}:{port}: does a node run there? (`mesh status` there shows its address)"
+            f"no answer from {address_text(host, port)}: does a node run there? (`mesh status` there shows its address)"
         ) from error
     except socket.gaierror as error:
         text = f"{host!r} is neither a known host nor an invite (they begin with mesh1-)"
         raise MeshError(text, ExitCode.NOT_FOUND) from error
     except OSError as error:
-        raise MeshError(f"cannot reach {host}:{port}: {error.strerror or error}") from error
+        raise MeshError(f"cannot reach {address_text(host, port)}: {error.strerror or error}") from error
     except TrustError as error:
-        raise MeshError(f"{host}:{port}: {error}", ExitCode.REFUSED) from error
+        raise MeshError(f"{address_text(host, port)}: {error}", ExitCode.REFUSED) from error
 
 
 @click.group()

@@ -32,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one node. The page of settings in the docs is made from these comments."""
 
     nick: str = ""  # name with which `mesh init` and `mesh join` register the node
-    bind: str = "0.0.0.0"  # address to listen on
+    bind: str = ""  # address to listen on; empty: all, IPv4 and IPv6
     advertise: str = ""  # address that other nodes use; empty: detected
     port: int = GOSSIP_PORT  # gossip, UDP and TCP
     api_port: int = API_PORT  # calls between nodes, TLS

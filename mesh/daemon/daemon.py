@@ -17,6 +17,7 @@ from aiohttp import web
 
 from ckptstore.store import Store
 from cuda_guard.auditor import GpuProcess
+from membership.addresses import bound_sockets, is_any
 from membership.admission import AdmissionPolicy
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig
@@ -195,7 +196,7 @@ class Daemon:
         layout, settings = self._layout, self._settings
         mdns = None
         if settings.mdns:
-            mdns = MdnsConfig(() if settings.bind == "0.0.0.0" else (settings.bind,))
+            mdns = MdnsConfig(() if is_any(settings.bind) else (settings.bind,))
         self.membership = MembershipNode(
             self._identity,
             self.trust,
@@ -742,16 +743,16 @@ class Daemon:
         """Open the API for other nodes; return its port."""
         bind, port = self._settings.bind, self._settings.api_port
         try:
-            listener = socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
+            listeners = bound_sockets(bind, port, socket.SOCK_STREAM)
         except OSError as error:
             raise PortInUse(
-                f"port {port} on {bind} is taken by another program. Stop it, or choose one with --api-port."
+                f"port {port} on {bind or 'this machine'} is taken by another program. Stop it, or choose one with --api-port."
             ) from error
         self._peer_server = PeerServer(
             peers.application(), self._identity, self.trust.mesh_id, self._refuse_peer, self._count
         )
-        await self._peer_server.start(listener)
-        return int(listener.getsockname()[1])
+        await self._peer_server.start(*listeners)
+        return int(listeners[0].getsockname()[1])
 
     def _refuse_peer(self, node: NodeId) -> str:
         if self.trust.credentials(node, time.time()) is not None:

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from membership.discovery import parse_seed
+from membership.addresses import parse_seed
 from mesh.daemon.config import GOSSIP_PORT
 from mesh.util.errors import ConfigError
 

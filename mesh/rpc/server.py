@@ -114,14 +114,11 @@ class PeerServer:
         self._handshakes: dict[asyncio.Task[None], tuple[str, float]] = {}  # address and begin; the oldest first
         self._of_peer: Counter[NodeId] = Counter()
         self._max_connections = MAX_CONNECTIONS
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._listeners: dict[socket.socket, asyncio.Task[None]] = {}
 
-    async def start(self, listener: socket.socket) -> None:
-        """Serve connections to this bound socket, which this server closes."""
+    async def start(self, *listeners: socket.socket) -> None:
+        """Serve connections to these bound sockets, which this server closes."""
         await self._runner.setup()
-        listener.setblocking(False)
-        listener.listen(BACKLOG)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = min(MAX_CONNECTIONS, max(MAX_PER_PEER, files - FILES_KEPT - MAX_HANDSHAKES))
         if self._max_connections < MAX_CONNECTIONS:
@@ -130,16 +127,18 @@ class PeerServer:
                 self._max_connections,
                 files,
             )
-        self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener), name="accept peers")
+        for listener in listeners:
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+            self._listeners[listener] = asyncio.create_task(self._accept(listener), name="accept peers")
 
     async def close(self) -> None:
-        tasks = [*self._handshakes] + [task for task in (self._accepting,) if task is not None]
+        tasks = [*self._handshakes, *self._listeners.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         await self._runner.cleanup()
 
     async def _accept(self, listener: socket.socket) -> None:

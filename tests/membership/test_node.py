@@ -12,7 +12,7 @@ import pytest
 
 from membership.admission import request_join
 from membership.config import SwimConfig
-from membership.discovery import MdnsConfig, parse_seed
+from membership.discovery import MdnsConfig
 from membership.effects import WantReconcile
 from membership.envelope import seal, seal_to
 from membership.identity import Identity
@@ -275,12 +275,6 @@ async def test_damaged_snapshot_is_moved_aside(mesh: Mesh, tmp_path: Path) -> No
     await mesh.start(1)
     assert "moved to" in mesh.nodes[0].problem
     assert (tmp_path / "n0" / "snapshot.damaged").exists()
-
-
-@pytest.mark.parametrize("text", ["", "host:", ":1", "host:0", "host:99999", "host:x"])
-def test_invalid_seed_is_an_error_with_advice(text: str) -> None:
-    with pytest.raises(ValueError, match="HOST"):
-        parse_seed(text, 7373)
 
 
 async def test_wrong_clock_is_reported_by_its_node_only(mesh: Mesh) -> None:

@@ -56,11 +56,12 @@ class Host:
         self.run("iptables", *words)
 
     def plug(self, switch: str, address: str, interface: str = "eth0") -> None:
-        """Connect to a switch, with this address (`10.77.0.2/24`)."""
+        """Connect to a switch, with this address (`10.77.0.2/24`, `fd77::2/64`)."""
         port = self.lan.next_port()
         peer = ("type", "veth", "peer", "name", port, "netns", self.lan.switch_namespace)
         run("ip", "-n", self.namespace, "link", "add", interface, *peer)
-        self.run("ip", "address", "add", address, "dev", interface)
+        # Without a check for duplicates, an IPv6 address can be used at once.
+        self.run("ip", "address", "add", address, "dev", interface, *(["nodad"] if ":" in address else []))
         self.run("ip", "link", "set", interface, "up")
         self.lan.in_switch("ip", "link", "set", port, "master", switch, "up")
         self.addresses.append(address.partition("/")[0])

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
+from membership.addresses import address_text
 from membership.identity import NodeId, format_id, short_id
 from membership.node import MembershipNode
 from membership.reachability import NetworkReport
@@ -72,7 +73,7 @@ class NodeHandlers:
             roles=list(self._membership.credentials.roles),
             may_admit=self._membership.credentials.can_admit,
             open=self._open,
-            address=f"{self._membership.host}:{self._membership.port}",
+            address=address_text(self._membership.host, self._membership.port),
             api_port=self._api_port,
             lending=self._inventory.lending.lending,
             paused=self._inventory.lending.paused,
@@ -127,7 +128,7 @@ class NodeHandlers:
                     nick=member.nick,
                     user=member.user,
                     state="draining" if member.draining and member.state == "alive" else member.state,
-                    address=f"{member.host}:{member.port}",
+                    address=address_text(member.host, member.port),
                     me=member.node_id == self._me,
                     since_unix=round(member.since_unix, 3),
                     zone=advert.zone if advert else "",

@@ -2,6 +2,7 @@
 
 import time
 
+from membership.addresses import address_text
 from membership.identity import Identity, format_id, short_id
 from membership.node import MembershipNode
 from membership.ssh_keys import SshError, fingerprint, read_public_key
@@ -27,7 +28,9 @@ class TrustHandlers:
         me = self._membership
         # This node decides on its invites, so the newcomer asks it first.
         others = [
-            f"{m.host}:{m.port}" for m in me.members() if m.state == "alive" and m.node_id != self._identity.node_id
+            address_text(m.host, m.port)
+            for m in me.members()
+            if m.state == "alive" and m.node_id != self._identity.node_id
         ]
         roles = tuple[str, ...](order.roles) or me.credentials.roles
         try:
@@ -36,7 +39,7 @@ class TrustHandlers:
                 self._identity,
                 self._trust,
                 me.credentials,
-                (f"{me.host}:{me.port}", *others[:2]),
+                (address_text(me.host, me.port), *others[:2]),
                 order.ttl_s,
                 time.time(),
                 user=order.user,

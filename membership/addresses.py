@@ -1,0 +1,87 @@
+"""Addresses of nodes: read them from text, write them as text, and bind sockets to them.
+
+An IPv6 address with a port is written in brackets (RFC 3986). A node that listens on every address has one socket of each family,
+so that the addresses of its peers are never IPv4 addresses in IPv6 form.
+"""
+
+import errno
+import socket
+from ipaddress import ip_address
+
+ANY_HOSTS = ("0.0.0.0", "::")
+IPV6_ADDR_PREFERENCES, PREFER_PUBLIC = 72, 2  # linux/in6.h (RFC 5014); the socket module lacks them
+NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a kernel without IPv6
+
+
+def parse_seed(text: str, default_port: int) -> tuple[str, int]:
+    """Parse `host`, `host:port`, an IPv6 address or `[address]:port`; ValueError with a message for the user."""
+    text = text.strip()
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
+        host, port = text, str(default_port)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if ":" in bare or host != bare:
+        try:
+            bare = ip_address(bare).compressed
+        except ValueError:
+            bare = ""
+    if not bare or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"{text!r} is not an address: write HOST, HOST:PORT or [IPV6]:PORT, as in lab3.example.edu:{default_port}"
+        )
+    return bare, int(port)
+
+
+def address_text(host: str, port: int) -> str:
+    """Return `host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_any(bind_host: str) -> bool:
+    """Return True if this names every address: of one family, or of both if it is empty."""
+    return bind_host in {"", *ANY_HOSTS}
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of an address; a name counts as IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def bound_sockets(bind_host: str, port: int, kind: socket.SocketKind) -> list[socket.socket]:
+    """Return sockets that are bound to this port: one, or one of each family if `bind_host` is empty. OSError if it is taken."""
+    made: list[socket.socket] = []
+    try:
+        for host in (bind_host,) if bind_host else ANY_HOSTS:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)[0]
+            try:
+                made.append(_bound(family, kind, address))
+            except OSError as error:
+                if not made or error.errno not in NO_FAMILY:
+                    raise
+            port = made[0].getsockname()[1]
+    except OSError:
+        for sock in made:
+            sock.close()
+        raise
+    return made
+
+
+def _bound(family: socket.AddressFamily, kind: socket.SocketKind, address: object) -> socket.socket:
+    sock = socket.socket(family, kind)
+    try:
+        sock.setblocking(False)
+        if kind == socket.SOCK_STREAM:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            prefer_public(sock)
+        sock.bind(address)  # type: ignore[arg-type]
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def prefer_public(sock: socket.socket) -> None:
+    """Send from addresses that stay, not from temporary ones (RFC 8981), which others do not know."""
+    sock.setsockopt(socket.IPPROTO_IPV6, IPV6_ADDR_PREFERENCES, PREFER_PUBLIC)
