@@ -6,7 +6,8 @@ so that the addresses of its peers are never IPv4 addresses in IPv6 form.
 
 import errno
 import socket
-from ipaddress import ip_address
+from functools import lru_cache
+from ipaddress import ip_address, ip_network
 
 ANY_HOSTS = ("0.0.0.0", "::")
 IPV6_ADDR_PREFERENCES, PREFER_PUBLIC = 72, 2  # linux/in6.h (RFC 5014); the socket module lacks them
@@ -35,6 +36,16 @@ def parse_seed(text: str, default_port: int) -> tuple[str, int]:
 def address_text(host: str, port: int) -> str:
     """Return `host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@lru_cache(4096)
+def address_group(host: str) -> str:
+    """Return the part of an address that one machine cannot vary: of IPv6, the network of 64 bits."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    return host if address.version == 4 else str(ip_network((address, 64), strict=False))
 
 
 def is_any(bind_host: str) -> bool:

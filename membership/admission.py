@@ -11,17 +11,17 @@ a request made at any node reaches the node that decides:
 """
 
 import asyncio
-import ipaddress
 import logging
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from membership.addresses import address_group
 from membership.core import Clock, Core
 from membership.envelope import EnvelopeError, MeshSealer, open_envelope, seal
 from membership.framing import read_frame, write_frame
@@ -243,16 +243,6 @@ class JoinRequests:
             waiting.drop(entry.node)
             return "refused", decision
         return "waiting" if waiting.keep(entry, group, now_unix) else "full", decision
-
-
-@lru_cache(4096)
-def address_group(host: str) -> str:
-    """Return the part of an address that one machine cannot vary: of IPv6, the network of 64 bits."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def verify_invited(trust: TrustStore, entry: PendingJoin, now_unix: float) -> tuple[NodeId, Grant]:

@@ -12,12 +12,14 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
+from membership.addresses import address_group
 from membership.bootstrap import Bootstrap
 from membership.config import SwimConfig
-from membership.effects import Effect, KeepChain, KeepRevocations, RecordChanged
+from membership.effects import Effect, KeepChain, KeepRevocations, RecordChanged, SendPacket
 from membership.envelope import EnvelopeError, Recent, UnknownSender
 from membership.identity import NodeId
 from membership.malformed import MALFORMED
+from membership.paths import Paths
 from membership.ratelimit import TokenBuckets
 from membership.reconcile import (
     DELTA_BYTES,
@@ -117,6 +119,7 @@ class Core:
         self._evidence = Recent(RECENT)
         self._unknown: OrderedDict[NodeId, list[bytes]] = OrderedDict()
         self._buckets = TokenBuckets(config.source_packets_s)
+        self.paths = Paths()
         # Callbacks for acks to the shell's own pings, by nonce.
         self.on_ack: dict[int, Callable[[], None]] = {}
         self._statements_published = 0
@@ -222,29 +225,62 @@ class Core:
 
     def on_datagram(self, data: bytes, source: tuple[str, int]) -> None:
         """Handle a UDP packet; whatever is invalid changes nothing and is counted by reason."""
+        heard = self._open_packet(data, source, source)
+        if heard is None:
+            return
+        sender, packet = heard
+        if isinstance(packet, Ack):
+            self.paths.acked(sender, self._clock.boot())
+        self._perform(self._on_packet(sender, packet, source))
+        self._follow_epoch()
+
+    def on_stream_packet(self, data: bytes, host: str) -> list[bytes] | None:
+        """Handle a packet that came over TCP from this host; return the packets that answer it, None if it is refused.
+
+        All connections of a host share one limit, so that a flood over many of them is refused as early as one over UDP.
+        """
+        heard = self._open_packet(data, address_group(host), None)
+        if heard is None:
+            return None
+        sender, packet = heard
+        self.paths.came_by_stream(sender, self._clock.boot())
+        effects = self._on_packet(sender, packet, None)
+        answers = [effect for effect in effects if isinstance(effect, SendPacket) and effect.to == sender]
+        self._perform([effect for effect in effects if effect not in answers])
+        self._follow_epoch()
+        return [self.seal_packet(sender, answer.packet) for answer in answers]
+
+    def _open_packet(
+        self, data: bytes, bucket: object, source: tuple[str, int] | None
+    ) -> tuple[NodeId, AnyPacket] | None:
         self.counters["packets_in"] += 1
         now, unix = self._clock.boot(), self._clock.unix()
-        if not self._buckets.allow(source, now):
+        if not self._buckets.allow(bucket, now):
             self.counters["refused_flood"] += 1
-            return
+            return None
         try:
             sender, payload = self._sealer.open_addressed(data, self.trust.with_tag)
             if sender in self.trust.revoked:
                 self.counters["refused_revoked"] += 1
-                return
+                return None
             if self.trust.credentials(sender, unix) is None:
                 raise UnknownSender("the sender's certificate has expired")
             packet = decode_packet(payload)
         except UnknownSender:
             self.counters["refused_foreign"] += 1
-            self.want_reconcile(b"", *source)  # an unknown member sends its certificate in a push-pull
-            return
+            if source is not None:
+                self.want_reconcile(b"", *source)  # an unknown member sends its certificate in a push-pull
+            return None
         except (EnvelopeError, WireError):
             self.counters["refused_unsigned"] += 1
-            return
+            return None
         if self._packets.seen_before(sender + packet.nonce.to_bytes(8, "big", signed=True)):
             self.counters["refused_replayed"] += 1
-            return
+            return None
+        return sender, packet
+
+    def _on_packet(self, sender: NodeId, packet: AnyPacket, source: tuple[str, int] | None) -> list[Effect]:
+        now = self._clock.boot()
         if isinstance(packet, Ack) and packet.answers in self.on_ack:
             self.on_ack.pop(packet.answers)()
         # Records first: they may hold the certificate of the evidence's author.
@@ -256,9 +292,16 @@ class Core:
         evidence = [verified for verified in found if verified is not None]
         if len(self._unknown) > unknown and now >= self._unknown_reconcile_at:
             self._unknown_reconcile_at = now + UNKNOWN_RECONCILE_S
-            self.want_reconcile(sender, *source)  # the sender knows their certificates
-        self._perform(self.swim.on_packet(sender, packet, evidence, now, source))
-        self._follow_epoch()
+            member = self.swim.table.get(sender)
+            if source is None and member is not None:
+                source = member.host, member.port
+            if source is not None:
+                self.want_reconcile(sender, *source)  # the sender knows their certificates
+        return self.swim.on_packet(sender, packet, evidence, now, source)
+
+    @property
+    def packet_bytes(self) -> int:
+        return self._config.packet_bytes
 
     def seal_packet(self, to: NodeId, packet: AnyPacket) -> bytes:
         data = self._sealer.seal_to(to, encode(packet))

@@ -10,9 +10,9 @@ async def write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
+async def read_frame(reader: asyncio.StreamReader, limit: int = FRAME_LIMIT) -> bytes:
     """Read one frame. FrameError if it is too long, asyncio.IncompleteReadError if it is cut off."""
     length = int.from_bytes(await reader.readexactly(4), "big")
-    if length > FRAME_LIMIT:
-        raise FrameError(f"a frame of {length} bytes is over the limit of {FRAME_LIMIT}")
+    if length > limit:
+        raise FrameError(f"a frame of {length} bytes is over the limit of {limit}")
     return await reader.readexactly(length)

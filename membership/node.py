@@ -45,11 +45,12 @@ from membership.reachability import NetworkReport, Reachability
 from membership.reconcile import Reached
 from membership.records import Record
 from membership.snapshot import MAX_PEERS, Peer, RevocationFile, Snapshot, SnapshotFile, UsedInvites, next_epoch
-from membership.streams import FAILURES, Streams
+from membership.streams import FAILURES, PACKET_TIMEOUT_S, Streams
 from membership.trust import CERTIFICATE_WARN_S, RENEW_BEFORE_S, ROLES, TrustError, TrustStore
 from membership.wire import Ping
 
 MAX_RECONCILES = 32  # at a time; bounds the connections that forged packets can cause
+MAX_STREAMING = 64  # packets over TCP at a time; as for one probe and a round of gossip every 0.1 s for two seconds
 UPKEEP_S = 10.0
 REPUBLISH_S = 6 * 3600.0  # certificates and revocations, long before their sections expire
 REACH_S, REACH_ATTEMPTS = 1.0, 3  # UDP pings of a reachability check; one ack is enough
@@ -129,6 +130,7 @@ class MembershipNode:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._reconciling = 0
+        self._streaming: set[asyncio.Task[None]] = set()  # packets that go over TCP now
         self._in_contact = asyncio.Event()  # all state was exchanged with another node
         self._renew_at = 0.0
         self._transports: dict[socket.AddressFamily, asyncio.DatagramTransport] = {}
@@ -213,6 +215,8 @@ class MembershipNode:
         for start in range(0, len(effects), third):
             self._perform(effects[start : start + third])
             await asyncio.sleep(0.07)
+        if self._streaming:
+            await asyncio.wait(self._streaming, timeout=PACKET_TIMEOUT_S)
         await asyncio.to_thread(self._save_peers)
 
     async def first_contact(self, within_s: float) -> None:
@@ -359,7 +363,7 @@ class MembershipNode:
         for effect in effects:
             match effect:
                 case SendPacket():
-                    self._send(self._core.seal_packet(effect.to, effect.packet), effect.host, effect.port)
+                    self._send_packet(effect)
                 case SetTimer(name=name, token=token, at=at):
                     self._set_timer(name, token, at)
                 case StreamPing():
@@ -383,6 +387,33 @@ class MembershipNode:
                 case Cloned():
                     self._on_clone(effect)
 
+    def _send_packet(self, effect: SendPacket) -> None:
+        data = self._core.seal_packet(effect.to, effect.packet)
+        if not self._core.paths.by_stream(effect.to, self._clock.boot()):
+            self._send(data, effect.host, effect.port)
+        elif len(self._streaming) >= MAX_STREAMING:
+            self.counters["packets_put_off"] += 1
+        else:
+            task = self._spawn(self._stream_packet(data, effect.host, effect.port), f"packet {short_id(effect.to)}")
+            self._streaming.add(task)
+            task.add_done_callback(self._streaming.discard)
+
+    async def _stream_packet(self, data: bytes, host: str, port: int) -> None:
+        """Send a packet over TCP; over UDP all the same if nobody accepts it there, such as a node of an earlier version."""
+        try:
+            await self._streams.send_packet(data, host, port)
+            self.counters["packets_by_tcp"] += 1
+        except FAILURES:
+            self._send(data, host, port)
+
+    async def _try_udp(self, node: NodeId) -> None:
+        """Find out whether a member that gets packets over TCP can get them over UDP again."""
+        member, paths = self._core.swim.table.get(node), self._core.paths
+        if member is None or not member.present:
+            paths.forget(node)
+        elif await self._ping_udp(node, member.host, member.port):
+            paths.reached(node, self._clock.boot())
+
     def _send(self, data: bytes, host: str, port: int) -> None:
         transport = self._transports.get(family_of(host))
         if transport is None:
@@ -402,6 +433,8 @@ class MembershipNode:
     async def _stream_ping(self, effect: StreamPing) -> None:
         outcome = await self._streams.ping(effect.node, effect.host, effect.port, self.config.probe_interval_s)
         self.counters[f"tcp_pings_{outcome}"] += 1
+        if outcome == "acked" and self._core.swim.is_unheard(effect.node):
+            self._core.paths.missed(effect.node, self._clock.boot())
         self._perform(self._core.swim.on_stream_ping(effect.node, outcome, self._clock.boot()))
 
     def _reconcile(self, effect: WantReconcile) -> None:
@@ -509,6 +542,8 @@ class MembershipNode:
                 self._check_clock()
                 await asyncio.to_thread(self._save_peers)
             self._admission.tick()
+            for node in self._core.paths.due(now):
+                self._spawn(self._try_udp(node), f"try UDP {short_id(node)}")
             await self._renew_if_due()
             await self._reachability.check_if_due(self._core, self._streams)
             if now >= republish_at:
@@ -629,10 +664,11 @@ class MembershipNode:
             transport, _ = await loop.create_datagram_endpoint(lambda: _Datagrams(self), sock=receiver)
             self._transports[receiver.family] = transport
 
-    def _spawn(self, work: object, name: str) -> None:
+    def _spawn(self, work: object, name: str) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -36,6 +36,7 @@ class Probe:
         self.target = target
         self.nonce = nonce
         self.acked = False
+        self.heard = False  # the target itself acked
         self.expected_nacks = 0
         self.nacks: set[bytes] = set()
 

@@ -18,6 +18,9 @@ from membership.reconcile import AnyFrame, Done, FrameError, Reached, ReachMe, S
 from membership.trust import TrustError
 
 EXCHANGE_TIMEOUT_S = 5.0
+PACKET_TIMEOUT_S = 1.0  # of a packet and its answers: one probe interval
+PACKET = b"P"  # before a packet in a frame; alone, it confirms that the packet was accepted
+MAX_ANSWERS = 8  # to a packet: an ack, or a nack and what it caused
 MAX_SERVED = 32  # memberlist allows 128
 MAX_SERVED_PER_HOST = 16
 
@@ -60,6 +63,22 @@ class Streams:
             return "silent"
         return "acked" if sender == node and isinstance(answer, Done) and answer.answers == ping.nonce else "silent"
 
+    async def send_packet(self, data: bytes, host: str, port: int) -> None:
+        """Send a packet to the node at this address and handle its answers; one of FAILURES if it does not accept it."""
+        limit = len(PACKET) + self._core.packet_bytes
+        async with asyncio.timeout(PACKET_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                await write_frame(writer, PACKET + data)
+                for _ in range(MAX_ANSWERS):
+                    answer = await read_frame(reader, limit)
+                    if answer == PACKET:
+                        return
+                    self._core.on_stream_packet(answer.removeprefix(PACKET), host)
+                raise FrameError("too many answers to a packet")
+            finally:
+                writer.close()
+
     async def ask_reached(self, own_host: str, own_port: int, host: str, port: int) -> tuple[NodeId, Reached]:
         """Ask the node at `host:port` whether it reaches this node at `own_host:own_port`."""
         async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
@@ -97,6 +116,11 @@ class Streams:
         first = await read_frame(reader)
         if is_join_request(first):
             await write_frame(writer, self._answer_join(first, host))
+            return
+        if first.startswith(PACKET):
+            answers = self._core.on_stream_packet(first.removeprefix(PACKET), host)
+            for answer in [] if answers is None else [*answers[: MAX_ANSWERS - 1], b""]:
+                await write_frame(writer, PACKET + answer)
             return
         sender, frame = self._core.open_frame(first)
         if isinstance(frame, ReachMe):

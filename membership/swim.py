@@ -306,6 +306,10 @@ class Swim:
             return []
         return self._accuse(member, now, refused=True)
 
+    def is_unheard(self, node: bytes) -> bool:
+        """Return True if this member is being probed and has not acked itself."""
+        return self._probe is not None and self._probe.target == node and not self._probe.heard
+
     def on_lag(self, late_s: float, now: float) -> list[Effect]:
         """Handle a late timer: this node stood still (stopped, asleep or busy), so missing acks prove nothing."""
         if late_s < self.config.lag_s:
@@ -421,6 +425,7 @@ class Swim:
         probe = self._probe
         if probe is not None and packet.answers == probe.nonce:
             probe.acked = True
+            probe.heard = probe.heard or probe.target == member.node
             if packet.wall_unix and probe.target == member.node:
                 self.skew.add_sample(member.node, packet.wall_unix - self._wall())
         effects = self._compare_root(member, packet.root, now)

@@ -21,7 +21,7 @@ from typing import NamedTuple, cast
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from membership.admission import address_group
+from membership.addresses import address_group
 from membership.identity import Identity, NodeId, short_id
 from membership.ratelimit import TokenBuckets
 from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, TUNNELS_PER_NODE
