@@ -33,6 +33,14 @@ def parse_seed(text: str, default_port: int) -> tuple[str, int]:
     return bare, int(port)
 
 
+def canonical(host: str) -> str:
+    """Return an address as the system writes it, without brackets; a name as it is."""
+    try:
+        return ip_address(host.removeprefix("[").removesuffix("]")).compressed
+    except ValueError:
+        return host
+
+
 def address_text(host: str, port: int) -> str:
     """Return `host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -40,6 +40,7 @@ from membership.effects import (
 from membership.envelope import MeshSealer
 from membership.events import MemberView, Subscription
 from membership.identity import Identity, NodeId, short_id
+from membership.listener import Listener, Take
 from membership.member import Member
 from membership.reachability import NetworkReport, Reachability
 from membership.reconcile import Reached
@@ -77,8 +78,8 @@ class SystemClock:
 class MembershipNode:
     """A member of one mesh.
 
-    `on_fatal` is called with the reason when this node must stop being a member (another machine has its key). `problems` maps a
-    topic to a message for the user.
+    `tls` takes over connections to the port that speak TLS. `on_fatal` is called with the reason when this node must stop being a
+    member (another machine has its key). `problems` maps a topic to a message for the user.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class MembershipNode:
         keep_chain: Callable[[bytes], None] = lambda chain: None,
         on_fatal: Callable[[str], None] = lambda reason: None,
         zone_of: Callable[[NodeId], str] = lambda node: "",
+        tls: Take = lambda connection, host: connection.close(),
     ) -> None:
         self.identity = identity
         self.trust = trust
@@ -134,7 +136,7 @@ class MembershipNode:
         self._in_contact = asyncio.Event()  # all state was exchanged with another node
         self._renew_at = 0.0
         self._transports: dict[socket.AddressFamily, asyncio.DatagramTransport] = {}
-        self._servers: list[asyncio.Server] = []
+        self._listener = Listener(self._serve_unless_stopped, tls, self.counters)
         self._epoch = 0
         self._stopped = False
 
@@ -203,8 +205,7 @@ class MembershipNode:
             await self._beacon.stop()
         for transport in self._transports.values():
             transport.close()
-        for server in self._servers:
-            server.close()
+        await self._listener.close()
 
     async def leave(self) -> None:
         """Announce the departure: three farewells to each member, spread over 0.2 s."""
@@ -657,8 +658,7 @@ class MembershipNode:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise PortInUse(f"{self._bind_host} is not an address of this machine: see --bind") from error
             raise
-        for listener in listeners:
-            self._servers.append(await asyncio.start_server(self._serve_unless_stopped, sock=listener))
+        self._listener.start(listeners)
         for receiver in receivers:
             receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
             transport, _ = await loop.create_datagram_endpoint(lambda: _Datagrams(self), sock=receiver)

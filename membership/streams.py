@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from membership.addresses import address_group
 from membership.admission import is_join_request
 from membership.core import Core, StreamExchange
 from membership.effects import StreamOutcome
@@ -91,11 +92,12 @@ class Streams:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one exchange that another node begins; failures are counted, not raised."""
         host = str((writer.get_extra_info("peername") or ("",))[0])
-        if self._served.total() >= MAX_SERVED or self._served[host] >= MAX_SERVED_PER_HOST:
+        group = address_group(host)
+        if self._served.total() >= MAX_SERVED or self._served[group] >= MAX_SERVED_PER_HOST:
             self._counters["refused_busy"] += 1
             writer.close()
             return
-        self._served[host] += 1
+        self._served[group] += 1
         try:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 await self._answer(host, reader, writer)
@@ -107,9 +109,9 @@ class Streams:
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             self._counters["reconcile_failed"] += 1
         finally:
-            self._served[host] -= 1
-            if not self._served[host]:
-                del self._served[host]
+            self._served[group] -= 1
+            if not self._served[group]:
+                del self._served[group]
             writer.close()
 
     async def _answer(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -28,8 +28,10 @@ ZONE_NODES_SHOWN = 6
     "--slots", type=click.IntRange(0, 1024), help="Number of jobs without a GPU that run at a time (default 1)."
 )
 @click.option("--bind", metavar="ADDRESS", help="Address to listen on (default: all).")
-@click.option("--port", type=click.IntRange(0, 65535), help="Gossip port, UDP and TCP (default 7373).")
-@click.option("--api-port", type=click.IntRange(0, 65535), help="Port for direct calls, TLS (default 7374).")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port, UDP and TCP (default 7373).")
+@click.option(
+    "--api-port", type=click.IntRange(0, 65535), help="TCP port of its own for calls between nodes (default: none)."
+)
 @click.option("--zone", help="Building or room of this machine, for placement.")
 @click.option("--no-mdns", is_flag=True, help="Do not use multicast to announce this node or find others.")
 @click.option("--engine", "engines", multiple=True, type=click.Choice(["process", "docker"]), help="Engines to offer.")

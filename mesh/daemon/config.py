@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mesh.execution.ceilings import Ceilings
 
 GOSSIP_PORT = 7373  # unassigned at IANA in this range; UDP and TCP
-API_PORT = 7374
 
 INTERFACE = re.compile(r"(?!\.{1,2}$)[^\s/:\0]{1,15}")  # dev_valid_name in the kernel; and what tc can be told
 REGISTRY = re.compile(
@@ -34,8 +33,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nick: str = ""  # name with which `mesh init` and `mesh join` register the node
     bind: str = ""  # address to listen on; empty: all, IPv4 and IPv6
     advertise: str = ""  # address that other nodes use; empty: detected
-    port: int = GOSSIP_PORT  # gossip, UDP and TCP
-    api_port: int = API_PORT  # calls between nodes, TLS
+    port: int = GOSSIP_PORT  # UDP and TCP: gossip, and calls between nodes
+    api_port: int = 0  # a TCP port of its own for calls between nodes; 0: none, they use `port`
     zone: str = ""  # zone of this node; empty: its subnet
     profile: Profile = "lan"  # gossip timings; `local` for several daemons on one machine
     join: tuple[str, ...] = ()  # addresses of nodes to contact at the start

@@ -118,6 +118,7 @@ class Daemon:
         self._started_unix = time.time()
         self._runners: list[web.AppRunner] = []
         self._site: Site | None = None
+        self._peer_server: PeerServer | None = None
         self._leaving = False
         self._failure = ""
         self.edge = Edge(layout.edge, settings.edge == "auto", settings.edge_device, settings.edge_mbps)
@@ -212,6 +213,7 @@ class Daemon:
             keep_chain=lambda chain: write_durably(layout.chain, chain),
             on_fatal=self._fail,
             zone_of=self._zone_of,
+            tls=self._take_peer,
         )
         if settings.open:
             log.warning("OPEN MESH: this node admits everybody who asks. To end that, restart it without --open")
@@ -553,7 +555,7 @@ class Daemon:
             lambda: asyncio.to_thread(self.edge.close),
             self._tunnels.close,
             *([self._site.close] if self._site is not None else []),
-            self._peer_server.close,
+            *([self._peer_server.close] if self._peer_server is not None else []),
             *(runner.cleanup for runner in self._runners),
             self._peers.close,
             self.membership.stop,
@@ -740,19 +742,27 @@ class Daemon:
         return await self._site.invite()
 
     async def _serve_peers(self, peers: PeerHandlers) -> int:
-        """Open the API for other nodes; return its port."""
+        """Open the API for other nodes, on the port of the gossip or on one of its own; return the port."""
         bind, port = self._settings.bind, self._settings.api_port
         try:
-            listeners = bound_sockets(bind, port, socket.SOCK_STREAM)
+            listeners = bound_sockets(bind, port, socket.SOCK_STREAM) if port else []
         except OSError as error:
             raise PortInUse(
                 f"port {port} on {bind or 'this machine'} is taken by another program. Stop it, or choose one with --api-port."
             ) from error
-        self._peer_server = PeerServer(
+        peer_server = PeerServer(
             peers.application(), self._identity, self.trust.mesh_id, self._refuse_peer, self._count
         )
-        await self._peer_server.start(*listeners)
-        return int(listeners[0].getsockname()[1])
+        await peer_server.start(*listeners)
+        self._peer_server = peer_server
+        return port or self.membership.port
+
+    def _take_peer(self, connection: socket.socket, host: str) -> None:
+        """Serve a peer that came to the port of the gossip."""
+        if self._peer_server is None:
+            connection.close()  # this node is starting: the peer tries again
+        else:
+            self._peer_server.take(connection, host)
 
     def _refuse_peer(self, node: NodeId) -> str:
         if self.trust.credentials(node, time.time()) is not None:

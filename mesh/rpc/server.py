@@ -7,7 +7,6 @@ MAX_PER_PEER connections, and all members together MAX_CONNECTIONS.
 """
 
 import asyncio
-import errno
 import logging
 import resource
 import socket
@@ -21,15 +20,14 @@ from typing import NamedTuple, cast
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from membership.addresses import address_group
 from membership.identity import Identity, NodeId, short_id
+from membership.listener import BACKLOG, Strangers, accept_all
 from membership.ratelimit import TokenBuckets
 from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, TUNNELS_PER_NODE
 from mesh.rpc.streams import read_within
 from mesh.rpc.tls import PeerObject, server_context
 
 HANDSHAKE_S = 5.0  # Nomad's `rpc_handshake_timeout`
-HONEST_S = 0.25  # an honest handshake takes milliseconds
 MAX_HANDSHAKES, MAX_HANDSHAKES_PER_HOST = 128, 64  # unfinished, at a time (own choice)
 # Handshakes per second: 1 % and 5 % of a processor (measured: make bench-adversary).
 PER_HOST_S, STRANGERS_S = 10.0, 50.0
@@ -42,8 +40,6 @@ READ_BYTES = 1 << 17  # a body is read ahead up to twice that, and one piece of 
 BODY_S, ANSWER_S = 30.0, 60.0  # for a body and for an answer that are not streams
 LINGER_S = 1.0  # reads on after an early answer, so that the caller sees it
 COPIES = 2  # of a body while it is read
-BACKLOG = 1024  # connections that the kernel keeps until they are accepted
-ACCEPT_RETRY_S = 0.5
 
 assert CALLS_PER_NODE + TUNNELS_PER_NODE < MAX_PER_PEER
 
@@ -111,13 +107,13 @@ class PeerServer:
         self._context = server_context(identity, mesh_id, self._refuse)
         self._refuse_node, self._count = refuse, count
         self._limit = Handshakes()
-        self._handshakes: dict[asyncio.Task[None], tuple[str, float]] = {}  # address and begin; the oldest first
+        self._handshakes = Strangers(MAX_HANDSHAKES, MAX_HANDSHAKES_PER_HOST)
         self._of_peer: Counter[NodeId] = Counter()
         self._max_connections = MAX_CONNECTIONS
         self._listeners: dict[socket.socket, asyncio.Task[None]] = {}
 
     async def start(self, *listeners: socket.socket) -> None:
-        """Serve connections to these bound sockets, which this server closes."""
+        """Serve connections to these bound sockets, which this server closes, and those of `take`."""
         await self._runner.setup()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = min(MAX_CONNECTIONS, max(MAX_PER_PEER, files - FILES_KEPT - MAX_HANDSHAKES))
@@ -130,58 +126,34 @@ class PeerServer:
         for listener in listeners:
             listener.setblocking(False)
             listener.listen(BACKLOG)
-            self._listeners[listener] = asyncio.create_task(self._accept(listener), name="accept peers")
+            self._listeners[listener] = asyncio.create_task(accept_all(listener, self.take), name="accept peers")
 
     async def close(self) -> None:
-        tasks = [*self._handshakes, *self._listeners.values()]
-        for task in tasks:
+        for task in self._listeners.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._listeners.values(), return_exceptions=True)
+        await self._handshakes.end()
         for listener in self._listeners:
             listener.close()
         await self._runner.cleanup()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(0)  # while connections wait, `sock_accept` returns at once: all else needs its turn
-            try:
-                connection, address = await loop.sock_accept(listener)
-            except OSError as error:
-                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
-                    log.warning("no connection of a peer can be accepted: %s", error.strerror)
-                    await asyncio.sleep(ACCEPT_RETRY_S)
-                continue
-            host, now = address_group(str(address[0])), time.monotonic()
-            if not self._limit.may_begin(host, now) or not self._make_place(host):
-                self._count("refused_handshakes")
-                connection.close()
-                continue
-            task = asyncio.create_task(self._shake_hands(connection, host), name="handshake")
-            self._handshakes[task] = host, now
-            task.add_done_callback(lambda task: self._handshakes.pop(task, None))
-
-    def _make_place(self, host: str) -> bool:
-        """End the oldest handshake if there are too many. False if this address already begins too many at once."""
-        of_host = [task for task, (other, _) in self._handshakes.items() if other == host]
-        if len(of_host) >= MAX_HANDSHAKES_PER_HOST:
-            excess = of_host[0]
-            if time.monotonic() - self._handshakes[excess][1] < HONEST_S:
-                return False
-        elif len(self._handshakes) >= MAX_HANDSHAKES:
-            excess = next(iter(self._handshakes))
-        else:
-            return True
-        excess.cancel()
-        del self._handshakes[excess]
-        self._count("refused_handshakes")
-        return True
+    def take(self, connection: socket.socket, host: str) -> None:
+        """Serve a connection that was accepted, from this host (`address_group`); refuse it if there are too many."""
+        if self._runner.server is None:  # not yet started, or closed
+            connection.close()
+            return
+        ended = self._handshakes.make_place(host) if self._limit.may_begin(host, time.monotonic()) else None
+        if ended != 0:
+            self._count("refused_handshakes")
+        if ended is None:
+            connection.close()
+            return
+        self._handshakes.add(asyncio.create_task(self._shake_hands(connection, host), name="handshake"), host)
 
     async def _shake_hands(self, connection: socket.socket, host: str) -> None:
         loop, server = asyncio.get_running_loop(), self._runner.server
         assert server is not None
         try:
-            connection.setblocking(False)
             _, protocol = await loop.connect_accepted_socket(
                 lambda: _Connection(server(), self._opened, self._closed),
                 connection,

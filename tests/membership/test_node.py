@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -295,10 +296,11 @@ async def test_streams_are_bounded(mesh: Mesh) -> None:
     writers: list[asyncio.StreamWriter] = []
 
     async def open_streams(source: str, count: int) -> int:
-        """Open streams that send nothing; return how many of them the node has refused."""
+        """Open streams that send one byte; return how many of them the node has refused."""
         before = node.counters["refused_busy"]
         for _ in range(count):
             writers.append((await asyncio.open_connection(LOOPBACK, node.port, local_addr=(source, 0)))[1])
+            writers[-1].write(b"\0")
         await until(lambda: serving() + node.counters["refused_busy"] == len(writers), "them to be accepted")
         return node.counters["refused_busy"] - before
 
@@ -347,8 +349,10 @@ async def test_of_two_machines_with_one_key_the_younger_ends(mesh: Mesh) -> None
     await until(lambda: elder.counters["packets_in"] > seen + 10, "the elder to go on")
     assert copy.counters["packets_in"] == packets, "it hears nothing any more"
     reader, writer = await asyncio.open_connection(LOOPBACK, copy.port)
-    async with asyncio.timeout(5):
-        assert await reader.read() == b"", "it answers nobody"
+    writer.write(b"\0")
+    with suppress(ConnectionResetError):  # closed with the byte unread
+        async with asyncio.timeout(5):
+            assert await reader.read() == b"", "it answers nobody"
     writer.close()
     assert state(mesh.nodes[0], "n1") == "alive", "the copy says no farewell for the elder"
 

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from membership.identity import Identity
+from membership.listener import HONEST_S
 from membership.ratelimit import BURST_S
 from mesh.rpc import client, server
 from mesh.rpc.client import Address, PeerClient, PeerError
@@ -144,7 +145,7 @@ async def test_non_member_is_not_answered(world: World) -> None:
 async def test_unfinished_handshakes_do_not_keep_a_member_out(world: World, source: str) -> None:
     flood = await asyncio.to_thread(unfinished, world.port, 4 * MAX_HANDSHAKES_PER_HOST, source)
     await until(lambda: world.counters["refused_handshakes"] >= 3 * MAX_HANDSHAKES_PER_HOST)
-    await asyncio.sleep(server.HONEST_S)  # the flood ends; its last connections stay
+    await asyncio.sleep(HONEST_S)  # the flood ends; its last connections stay
     async with world.client() as peers:
         assert await peers.call(HOST.node_id, "POST", "/echo", b"hello") == b"hello"
     for connection in flood:

@@ -1,0 +1,160 @@
+"""One TCP port for two protocols: frames between nodes, and TLS for those who speak it, so that a firewall needs one opening.
+
+The first byte of a connection tells them apart: TLS begins with 22, the type of a handshake (RFC 8446, section 5.1), a frame with
+the high byte of its length, 0. Until then a connection is a stranger's: these share few places, and those of one address fewer.
+When they are full, the oldest one ends, so that an honest one, which speaks within milliseconds, gets through a flood.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from membership.addresses import address_group
+
+TLS, FRAMES = b"\x16", b"\0"
+FIRST_BYTE_S = 5.0  # as for a handshake
+HONEST_S = 0.25  # an honest connection speaks within milliseconds
+MAX_UNSORTED, MAX_UNSORTED_PER_HOST = 128, 64  # at a time, as handshakes (`mesh.rpc.server`)
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+ACCEPT_RETRY_S = 0.5
+
+log = logging.getLogger(__name__)
+
+Take = Callable[[socket.socket, str], None]
+"""Takes over a connection from this host (`address_group`)."""
+
+
+async def accept_all(listener: socket.socket, take: Take) -> None:
+    """Pass all connections to `take`, for ever."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(0)  # while connections wait, `sock_accept` returns at once: all else needs its turn
+        try:
+            connection, address = await loop.sock_accept(listener)
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                log.warning("no connection of another node can be accepted: %s", error.strerror)
+                await asyncio.sleep(ACCEPT_RETRY_S)
+            continue
+        connection.setblocking(False)
+        take(connection, address_group(str(address[0])))
+
+
+class Strangers:
+    """Tasks that serve connections of unknown nodes, at most so many, and so many of one host."""
+
+    def __init__(self, most: int, most_of_host: int) -> None:
+        self._most, self._most_of_host = most, most_of_host
+        self._tasks: dict[asyncio.Task[None], tuple[str, float]] = {}  # host and begin; the oldest first
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def make_place(self, host: str) -> int | None:
+        """End the oldest task if there are too many, and return how many ended; None if this host began too many at once."""
+        of_host = [task for task, (other, _) in self._tasks.items() if other == host]
+        if len(of_host) >= self._most_of_host:
+            excess = of_host[0]
+            if time.monotonic() - self._tasks[excess][1] < HONEST_S:
+                return None
+        elif len(self._tasks) >= self._most:
+            excess = next(iter(self._tasks))
+        else:
+            return 0
+        excess.cancel()
+        del self._tasks[excess]
+        return 1
+
+    def add(self, task: asyncio.Task[None], host: str) -> None:
+        self._tasks[task] = host, time.monotonic()
+        task.add_done_callback(lambda task: self._tasks.pop(task, None))
+
+    async def end(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Listener:
+    """Accepts connections and passes each on: to `frames` as streams, or to `tls`."""
+
+    def __init__(
+        self,
+        frames: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+        tls: Take,
+        counters: Counter[str],
+    ) -> None:
+        self._frames, self._tls, self._counters = frames, tls, counters
+        self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
+        self._unsorted = Strangers(MAX_UNSORTED, MAX_UNSORTED_PER_HOST)
+
+    def start(self, listeners: Sequence[socket.socket]) -> None:
+        """Accept connections to these bound sockets, which this listener closes."""
+        for listener in listeners:
+            listener.listen(BACKLOG)
+            self._accepting[listener] = asyncio.create_task(accept_all(listener, self._take), name="accept nodes")
+
+    async def close(self) -> None:
+        for listener, task in self._accepting.items():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            listener.close()
+        await self._unsorted.end()
+
+    def _take(self, connection: socket.socket, host: str) -> None:
+        ended = self._unsorted.make_place(host)
+        self._counters["refused_silent"] += 1 if ended is None else ended
+        if ended is None:
+            connection.close()
+            return
+        self._unsorted.add(asyncio.create_task(self._sort(connection, host), name="first byte"), host)
+
+    async def _sort(self, connection: socket.socket, host: str) -> None:
+        taken = False
+        try:
+            async with asyncio.timeout(FIRST_BYTE_S):
+                first = await _first_byte(connection)
+            if first == TLS:
+                taken = True
+                self._tls(connection, host)
+            elif first == FRAMES:
+                loop = asyncio.get_running_loop()
+                taken = True
+                await loop.connect_accepted_socket(lambda: _streams(self._frames), connection)
+            else:
+                self._counters["refused_unsigned"] += 1
+        except TimeoutError:
+            self._counters["refused_silent"] += 1
+        except OSError:
+            self._counters["reconcile_failed"] += 1
+        finally:
+            if not taken:
+                connection.close()
+
+
+def _streams(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> asyncio.StreamReaderProtocol:
+    callback: Any = serve  # typeshed wants no result, asyncio takes a coroutine
+    return asyncio.StreamReaderProtocol(asyncio.StreamReader(), callback)
+
+
+async def _first_byte(connection: socket.socket) -> bytes:
+    """Wait for a byte and return it, unread; b"" if the connection has ended."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            ready = asyncio.Event()
+            loop.add_reader(connection, ready.set)
+            try:
+                await ready.wait()
+            finally:
+                loop.remove_reader(connection)

@@ -1,0 +1,91 @@
+"""One port for frames and TLS: connections are sorted by their first byte, within bounds."""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from membership import listener
+from membership.addresses import bound_sockets
+from membership.listener import HONEST_S, MAX_UNSORTED, MAX_UNSORTED_PER_HOST, Listener
+from tests.membership.test_node import LOOPBACK, until
+
+TLS_HELLO = b"\x16\x03\x01"
+
+
+class Port:
+    """A listener that answers frames with "frames", and keeps what TLS connections send."""
+
+    def __init__(self) -> None:
+        self.counters = Counter[str]()
+        self.tls: list[tuple[bytes, str]] = []
+        self.listener = Listener(self._frames, self._tls, self.counters)
+        (bound,) = bound_sockets(LOOPBACK, 0, socket.SOCK_STREAM)
+        self.number: int = bound.getsockname()[1]
+        self.listener.start([bound])
+
+    async def _frames(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"frames " + await reader.read(4))
+        writer.close()
+
+    def _tls(self, connection: socket.socket, host: str) -> None:
+        self.tls.append((connection.recv(16), host))
+        connection.close()
+
+    async def say(self, data: bytes, source: str = LOOPBACK) -> bytes:
+        reader, writer = await asyncio.open_connection(LOOPBACK, self.number, local_addr=(source, 0))
+        writer.write(data)
+        try:
+            return await reader.read()
+        except ConnectionResetError:  # closed with the byte unread
+            return b""
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[Port]:
+    made = Port()
+    yield made
+    await made.listener.close()
+
+
+async def test_first_byte_decides_and_stays_unread(port: Port) -> None:
+    assert await port.say(b"\0\0\0\1") == b"frames \0\0\0\1"
+    assert await port.say(TLS_HELLO) == b""
+    assert port.tls == [(TLS_HELLO, LOOPBACK)]
+    assert await port.say(b"GET / HTTP/1.1") == b""
+    assert port.counters["refused_unsigned"] == 1
+
+
+async def test_silent_connections_of_one_host_end_and_keep_nobody_out(port: Port) -> None:
+    silent = [socket.create_connection((LOOPBACK, port.number)) for _ in range(3 * MAX_UNSORTED_PER_HOST)]
+    try:
+        await until(lambda: port.counters["refused_silent"] >= 2 * MAX_UNSORTED_PER_HOST, "the excess to be refused")
+        await asyncio.sleep(HONEST_S)
+        assert await port.say(b"\0\0\0\1") == b"frames \0\0\0\1", "the host itself"
+        assert await port.say(b"\0\0\0\2", "127.0.0.2") == b"frames \0\0\0\2", "another host"
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+async def test_silent_connections_of_many_hosts_are_bounded(port: Port) -> None:
+    silent = [
+        socket.create_connection((LOOPBACK, port.number), source_address=(f"127.0.1.{number % 200 + 1}", 0))
+        for number in range(2 * MAX_UNSORTED)
+    ]
+    try:
+        await until(lambda: port.counters["refused_silent"] == MAX_UNSORTED, "the oldest to end")
+        assert await port.say(b"\0\0\0\1") == b"frames \0\0\0\1"
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+async def test_connection_that_says_nothing_is_ended(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "FIRST_BYTE_S", 0.1)
+    assert await port.say(b"") == b""
+    assert port.counters["refused_silent"] == 1
