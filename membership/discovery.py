@@ -46,6 +46,21 @@ def lan_addresses() -> list[str]:
     return [host for host, _ in _lan_networks()]
 
 
+def own_addresses() -> set[str]:
+    """Return every address of this machine."""
+    return {ip.ip if isinstance(ip.ip, str) else ip.ip[0] for adapter in ifaddr.get_adapters() for ip in adapter.ips}
+
+
+def without_route(hosts: list[str]) -> list[str]:
+    """Return those of these addresses whose family this machine lacks. Nothing is known of names."""
+    usable = {family_of(own) for own in own_addresses() if not (is_link_local(own) or own in LOOPBACKS)}
+    return [
+        host
+        for host in hosts
+        if _is_address(host) and family_of(host) not in usable and not ip_address(host).is_loopback
+    ]
+
+
 def interface_of(host: str) -> int:
     """Return the index of the interface that has this address; 0 if none has it."""
     for adapter in ifaddr.get_adapters():

@@ -10,10 +10,10 @@ from random import Random
 
 import msgspec
 
-from membership.addresses import address_text, is_any
+from membership.addresses import address_text, canonical, is_any
 from membership.bootstrap import Bootstrap
 from membership.core import Clock, Core
-from membership.discovery import LOOPBACKS, MdnsBeacon, advertised_address, lan_addresses, neighbours
+from membership.discovery import LOOPBACKS, MdnsBeacon, advertised_address, lan_addresses, neighbours, without_route
 from membership.identity import NodeId, short_id
 from membership.member import Member
 from membership.reconcile import Reached
@@ -37,7 +37,10 @@ class PeerReport(msgspec.Struct, frozen=True):
 
 
 class NetworkReport(msgspec.Struct, frozen=True):
-    """A node's view of its network, for diagnosis. Neighbours are members on this node's own networks."""
+    """A node's view of its network, for diagnosis. Neighbours are members on this node's own networks.
+
+    `over_tcp`: members that UDP does not reach. `no_route`: members whose address is of a family that this machine lacks.
+    """
 
     others: int
     asked: tuple[PeerReport, ...]
@@ -46,6 +49,8 @@ class NetworkReport(msgspec.Struct, frozen=True):
     neighbours_by_mdns: int
     clock_offset_s: float | None
     clock_peers: int
+    over_tcp: int = 0
+    no_route: tuple[str, ...] = ()
 
 
 class Reachability:
@@ -70,7 +75,7 @@ class Reachability:
         self.port = port
         self._addresses = await asyncio.to_thread(lan_addresses)
         if self._explicit is not None:
-            self.host = self._explicit
+            self.host = canonical(self._explicit)
         else:
             self.host = await asyncio.to_thread(advertised_address, self._bind_host, towards)
         self._check_at = self._clock.boot() + FIRST_CHECK_S
@@ -119,6 +124,7 @@ class Reachability:
         others = [member for member in core.swim.table.present() if member.node != core.me]
         asked = await asyncio.gather(*(self._ask(peer, core, streams) for peer in _sample(core, 3, self._rng)))
         near = neighbours([member.host for member in others])
+        no_route = set(without_route([member.host for member in others]))
         by_mdns = {host for host, _ in bootstrap.discovered}
         return NetworkReport(
             others=len(others),
@@ -128,6 +134,8 @@ class Reachability:
             neighbours_by_mdns=sum(host in by_mdns for host in near),
             clock_offset_s=core.swim.skew.offset_s,
             clock_peers=core.swim.skew.peers,
+            over_tcp=sum(core.paths.by_stream(member.node, self._clock.boot()) for member in others),
+            no_route=tuple(core.trust.seen()[member.node].nick for member in others if member.host in no_route),
         )
 
     @property

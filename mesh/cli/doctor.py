@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +70,8 @@ class Facts(msgspec.Struct, frozen=True):
     network: dict[str, Any] | None = None
     ports: tuple[Port, ...] = ()
     left: str = ""  # what a killed daemon has left, if none runs
+    addresses: tuple[str, ...] = ()  # of real networks, which others can use
+    own: frozenset[str] = frozenset()  # every address of this machine
     multicast: dict[str, str] = {}  # the problem of each interface's address, "" if there is none
     now_unix: float = 0.0
     free_bytes: int | None = None  # on the disk of the state directory
@@ -101,6 +103,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 
 def examine(where: Layout, get: Any) -> Facts:
+    from membership.discovery import lan_addresses, own_addresses
+
     settings, settings_problem = _settings(where)
     key_problem = _key_problem(where)
     certificate_problem, ends = _certificate(where)
@@ -118,6 +122,8 @@ def examine(where: Layout, get: Any) -> Facts:
             ("tcp", settings.port, "--port"),
             ("tcp", settings.api_port, "--api-port"),
         ]
+        if settings.api_port == 0:
+            wanted.pop()
         ports = [Port(kind, number, option, _taken_by(kind, settings.bind, number)) for kind, number, option in wanted]
     return Facts(
         state=str(where.root),
@@ -134,6 +140,8 @@ def examine(where: Layout, get: Any) -> Facts:
         network=network,
         ports=tuple(ports),
         left=_left(where) if status is None else "",
+        addresses=tuple(lan_addresses()),
+        own=frozenset(own_addresses()),
         multicast=_multicast(settings) if settings.mdns else {},
         now_unix=time.time(),
         free_bytes=_free(where),
@@ -286,7 +294,8 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     yield from _multicast_findings(facts)
     yield from _lending(facts)
     if facts.status is not None and facts.network is not None:
-        yield from _network(facts.status, facts.network)
+        yield from _families(facts.addresses, facts.network)
+        yield from _network(facts.status, facts.network, facts.own)
         engines = facts.status["engines"]
         for name, engine in engines.items():
             yield _engine(name, engine)
@@ -386,12 +395,39 @@ def _multicast_findings(facts: Facts) -> Iterator[Finding]:
             "between the machines (a switch, an access point, a firewall)",
             "known nodes remember each other; new ones need `mesh up --join HOST`",
         )
+    elif network["others"] and not network["neighbours"]:
+        yield ok(
+            "multicast",
+            "works, but all other nodes are beyond a router, where it ends: known nodes remember each other, new ones need "
+            "`mesh up --join HOST`",
+        )
     else:
         found, neighbours = network["neighbours_by_mdns"], network["neighbours"]
         yield ok("multicast", f"{found} of {neighbours} neighbours found by mDNS")
 
 
-def _network(status: dict[str, Any], network: dict[str, Any]) -> Iterator[Finding]:
+def _families(addresses: Sequence[str], network: dict[str, Any]) -> Iterator[Finding]:
+    """Say which family is missing, and who cannot be reached without it."""
+    if not addresses:
+        lost = "no address that other machines can use (only loopback, link-local, containers and tunnels)"
+        yield warn("IP", f"{lost}: no other machine can be in this mesh", "`ip address` shows the machine's addresses")
+        return
+    has6, has4 = (any((":" in address) == wanted for address in addresses) for wanted in (True, False))
+    if has4 and has6:
+        return
+    has, lacks = ("IPv6", "IPv4") if has6 else ("IPv4", "IPv6")
+    if unreached := network["no_route"]:
+        names = f"{', '.join(unreached[:5])}{' ...' if len(unreached) > 5 else ''}"
+        yield fail(
+            "IP",
+            f"{has} alone, but {names} advertise {lacks}: they cannot be reached from here",
+            f"give this machine an address of {lacks}, or on these `mesh up --advertise ADDRESS` with their {has} address",
+        )
+    elif has6:
+        yield ok("IP", "no IPv4: nodes that advertise IPv4 could not be in this mesh")
+
+
+def _network(status: dict[str, Any], network: dict[str, Any], own: Collection[str]) -> Iterator[Finding]:
     for topic, text in status["problems"].items():
         if topic not in {"clock", "certificate", "mdns", "reach", "policy"}:
             yield fail(topic, text)
@@ -401,7 +437,7 @@ def _network(status: dict[str, Any], network: dict[str, Any]) -> Iterator[Findin
         return
     yield ok("others", f"{plural(network['others'], 'other node')} up")
     yield from _versions(status)
-    yield from _reach(status["address"], network["asked"])
+    yield from _reach(status["address"], network, own)
     yield _clock(network["clock_offset_s"], network["clock_peers"])
 
 
@@ -429,7 +465,8 @@ def _disk(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _reach(address: str, asked: list[dict[str, Any]]) -> Iterator[Finding]:
+def _reach(address: str, network: dict[str, Any], own: Collection[str]) -> Iterator[Finding]:
+    asked = network["asked"]
     host, port = parse_seed(address, GOSSIP_PORT)
     silent = [answer for answer in asked if answer["error"]]
     answers = [answer for answer in asked if not answer["error"]]
@@ -449,8 +486,18 @@ def _reach(address: str, asked: list[dict[str, Any]]) -> Iterator[Finding]:
         text = f"does not reach {address} from {who} ({first['tcp']}); UDP does"
         yield fail("TCP", text, f"allow incoming TCP port {port}: large messages and calls about jobs need it")
     elif first["tcp"] == "acked":
-        text = f"does not reach {address} from {who}; TCP does, and is used instead, more slowly"
-        yield fail("UDP", text, f"allow incoming and outgoing UDP port {port}")
+        text = (
+            f"does not reach {address} from {who}; TCP does, and carries gossip instead (to {network['over_tcp']} of "
+            f"{plural(network['others'], 'node')}). Lost: discovery by multicast, and some speed"
+        )
+        yield warn("UDP", text, f"allow incoming and outgoing UDP port {port}")
+    elif (seen := first["seen_host"]) and seen != host and seen not in own:
+        text = (
+            f"behind NAT: {who} see this machine as {seen}, which is none of its addresses, and cannot reach it at {address}. "
+            "Lost: its place in the mesh, since it is declared dead again and again"
+        )
+        forward = f"forward port {port} (UDP and TCP) of {seen} to this machine, then `mesh up --advertise {seen}`"
+        yield fail("NAT", text, f"{forward}; or use a bridged network (docs/how-to/connect.md)")
     else:
         seen = first["seen_host"]
         elsewhere = f"; they see this machine as {seen}" if seen and seen != host else ""

@@ -48,6 +48,8 @@ def network(**changes: Any) -> dict[str, Any]:
         "neighbours_by_mdns": 3,
         "clock_offset_s": 0.0,
         "clock_peers": 3,
+        "over_tcp": 0,
+        "no_route": [],
         **changes,
     }
 
@@ -59,6 +61,8 @@ def facts(**changes: Any) -> Facts:
         "certificate_ends_unix": NOW + 80 * 86_400,
         "status": status(),
         "network": network(),
+        "addresses": ("10.0.0.1", "2001:db8::1"),
+        "own": frozenset({"127.0.0.1", "10.0.0.1", "10.0.0.7"}),
         "multicast": {"10.0.0.1": ""},
         "now_unix": NOW,
     }
@@ -73,6 +77,12 @@ def worst(seen: Facts) -> Finding:
 
 def test_doctor_finds_no_problem_on_healthy_node() -> None:
     assert {finding.state for finding in diagnose(facts())} == {"ok"}
+
+
+def test_doctor_says_where_multicast_ends() -> None:
+    routed = diagnose(facts(network=network(neighbours=0, neighbours_by_mdns=0)))
+    (multicast,) = [finding for finding in routed if finding.check == "multicast"]
+    assert multicast.state == "ok" and "beyond a router" in multicast.detail
 
 
 def test_doctor_finds_what_prevents_lending() -> None:
@@ -108,9 +118,12 @@ def asked(**changes: Any) -> dict[str, Any]:
         (facts(network=network(neighbours_by_mdns=0)), "multicast", "warn", "blocked between"),
         (facts(network=network(mdns_problem="cannot bind")), "multicast", "warn", "cannot bind"),
         (facts(network=network(others=0)), "others", "warn", "no other node"),
-        (facts(network=asked(tcp="acked")), "UDP", "fail", "used instead"),
+        (facts(network=asked(tcp="acked")), "UDP", "warn", "carries gossip instead"),
         (facts(network=asked(udp=True)), "TCP", "fail", "UDP does"),
         (facts(network=asked()), "address", "fail", "they see this machine as 10.0.0.7"),
+        (facts(network=asked(seen_host="192.0.2.7")), "NAT", "fail", "see this machine as 192.0.2.7"),
+        (facts(addresses=()), "IP", "warn", "no address"),
+        (facts(addresses=("fd77::1",), network=network(no_route=["rack"])), "IP", "fail", "but rack advertise IPv4"),
         (facts(network=asked(error="timed out")), "reaching others", "fail", "timed out"),
         (facts(network=network(clock_offset_s=240.0)), "clock", "fail", "240 s behind"),
         (facts(network=network(clock_offset_s=-30.0)), "clock", "warn", "30 s ahead"),

@@ -45,6 +45,7 @@ def test_mesh_of_ipv6_alone_is_founded_joined_discovered_and_continues_a_job_of_
     seen = until(lambda: (s := findings(second)) and "2 of 2" in s["multicast"]["detail"] and s, "mDNS to find both")
     assert seen["address"]["detail"] == "2 nodes can reach this one at [fd77::2]:7373"
     assert {name for name, finding in seen.items() if finding["state"] == "fail"} == set()
+    assert "no IPv4" in seen["IP"]["detail"]
     first.ok("pause")
     job = submit(first)
     runs_on = saved(first, job)["node"]

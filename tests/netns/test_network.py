@@ -29,31 +29,12 @@ def test_machines_on_one_switch_discover_each_other_by_multicast(lan: Lan) -> No
     assert hosts[1].mesh("doctor").returncode == 0
 
 
-def test_one_seed_in_a_second_subnet_connects_all_nodes(lan: Lan) -> None:
-    lan.switch("br0")
-    lan.switch("br1")
-    router = lan.host("router")
-    router.plug("br0", "10.77.0.254/24", "eth0")
-    router.plug("br1", "10.78.0.254/24", "eth1")
-    router.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
-    hosts = [lan.host(f"h{number}") for number in range(4)]
-    for number, host in enumerate(hosts):
-        net = 77 + number % 2
-        host.plug(f"br{number % 2}", f"10.{net}.0.{number + 1}/24")
-        host.run("ip", "route", "add", "default", "via", f"10.{net}.0.254")
-    found(*hosts)
-    for number, host in enumerate(hosts):
-        host.up(**({"join": ["10.77.0.1"]} if number == 1 else {}))
-    until(lambda: all_see(hosts, {host.name for host in hosts}), "both subnets to see each other")
-
-
 def test_blocked_udp_falls_back_to_tcp_and_is_reported(lan: Lan) -> None:
     hosts = office(lan, 3)
     hosts[2].iptables("-A", "INPUT", "-p", "udp", "--dport", "7373", "-j", "DROP")
-    until(lambda: hosts[2].status()["counters"].get("tcp_pings_acked", 0) > 2, "probes to fall back to TCP")
+    until(lambda: hosts[2].status()["counters"].get("packets_by_tcp", 0) > 2, "packets to go over TCP")
     finding = findings(hosts[2])["UDP"]
-    assert finding["state"] == "fail" and "UDP port 7373" in finding["next"]
-    assert hosts[2].mesh("doctor").returncode == 1
+    assert finding["state"] == "warn" and "UDP port 7373" in finding["next"]
     time.sleep(5)  # longer than any suspicion timeout; the test checks that no death follows
     assert not any("dead" in host.sees().values() for host in hosts), "blocked UDP must not get a node declared dead"
     until(lambda: all_see(hosts, {host.name for host in hosts}), "suspicions to be refuted")
