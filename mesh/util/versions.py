@@ -20,7 +20,8 @@ def claim_state(path: Path) -> None:
         text = "0"  # before there were versions
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    found = int(text) if text.strip().isascii() and text.strip().isdigit() and len(text) < 10 else None
+    digits = text.strip(" \r\n")
+    found = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None
     if found is None:
         raise ConfigError(f"{path} holds {text[:40]!r}, which is not a version; a newer campus-mesh may know it")
     if found > STATE:

@@ -116,7 +116,7 @@ class Host:
             self.iptables("-A", chain, "-i" if chain == "INPUT" else "-o", "eth0", "-j", "DROP")
 
     def cut_off_gossip(self) -> None:
-        """Drop incoming gossip; calls between nodes pass."""
+        """Drop incoming gossip; calls between nodes pass if they have a port of their own (`api_port`)."""
         for protocol in ("udp", "tcp"):
             for side in ("--sport", "--dport"):
                 self.iptables("-A", "INPUT", "-p", protocol, side, str(GOSSIP_PORT), "-j", "DROP")

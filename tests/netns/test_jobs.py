@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mesh.daemon.config import GOSSIP_PORT
 from tests.cleanup import cleanup
 from tests.e2e.commands import ENDLESS, count_digest, descendants, state_of, until
 from tests.netns.lan import Host, Lan, all_see, office, run
@@ -126,7 +127,7 @@ def test_isolated_guest_freezes_or_continues_uncommitted_as_configured(lan: Lan)
 
 def test_checkpoint_saved_while_its_holder_is_suspect_outlives_its_host(lan: Lan) -> None:
     """The host hears no gossip, but it can call the other, which also is the only witness."""
-    user, host = office(lan, 2, **LENDS)
+    user, host = office(lan, 2, **LENDS, api_port=GOSSIP_PORT + 1)
     user.ok("pause")
     job = submit(user, "--replicas", "1", pace_s=0.02)
     saved(user, job)
