@@ -60,6 +60,12 @@ def trackers_problem() -> str:
     return _lacking("wandb", "mlflow", "tensorboard")
 
 
+@cache
+def jax_problem() -> str:
+    """Return why JAX is not available, or an empty text."""
+    return _lacking("jax")
+
+
 def _lacking(*wanted: str) -> str:
     find = "from importlib.util import find_spec; raise SystemExit(not all(map(find_spec, %r)))"
     try:
@@ -184,6 +190,7 @@ PROBES = {
     "netns": netns_problem,
     "frameworks": frameworks_problem,
     "trackers": trackers_problem,
+    "jax": jax_problem,
     "cc": cc_problem,
     "systemd": systemd_problem,
     "bpf": bpf_problem,

@@ -1,4 +1,4 @@
-"""A package index on loopback with one small package, and projects that are locked against it."""
+"""A package index on loopback: one small package, and those that are installed here; and projects that are locked against it."""
 
 import base64
 import hashlib
@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from urllib.parse import quote
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from mesh.jobs.environments import find_uv
 
@@ -38,6 +43,41 @@ def make_wheel(directory: Path, version: str = "1.0", filler: int = 0) -> Path:
     return path
 
 
+def packed(found: Distribution, directory: Path) -> Path:
+    """Make a wheel of an installed package, with only those requirements that apply here."""
+    info = found.metadata["Name"], found.version
+    tags = [
+        line.removeprefix("Tag: ").split("-")
+        for line in (found.read_text("WHEEL") or "").splitlines()
+        if "Tag: " in line
+    ]
+    tag = "-".join(".".join(sorted({parts[place] for parts in tags})) for place in range(3))
+    path = directory / f"{info[0].replace('-', '_')}-{info[1]}-{tag}.whl"
+    metadata = found.read_text("METADATA") or ""
+    apply = {f"Requires-Dist: {text}" for text in requirements(found)}
+    head, _, body = metadata.partition("\n\n")
+    kept = [line for line in head.splitlines() if not line.startswith("Requires-Dist:") or line in apply]
+    changed = "\n".join(kept) + "\n\n" + body
+    files = found.files or []
+    place = next(file.parent for file in files if file.match("*.dist-info/METADATA") and len(file.parts) == 2)
+    ours = {place / name for name in ("INSTALLER", "REQUESTED", "RECORD", "METADATA", "direct_url.json")}
+    listed = [file for file in files if file not in ours and file.parts[0] != ".." and "__pycache__" not in file.parts]
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file in listed:
+            wheel.write(str(file.locate()), str(file))
+        wheel.writestr(f"{place}/METADATA", changed)
+        names = [*listed, place / "METADATA", place / "RECORD"]
+        wheel.writestr(f"{place}/RECORD", "".join(f"{name},,\n" for name in names))
+    path.with_name(f"{path.name}.metadata").write_text(changed)
+    return path
+
+
+def requirements(found: Distribution) -> list[str]:
+    """Return the requirements of a package that apply here, without its extras."""
+    read = [(text, Requirement(text)) for text in found.requires or []]
+    return [text for text, one in read if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
 class Index:
     """A simple index (PEP 503). `paths`: what was asked of it; it holds its answers to wheels until `going` is set."""
 
@@ -45,11 +85,10 @@ class Index:
         self.paths: list[str] = []
         self.going, self.asked = threading.Event(), threading.Event()
         self.going.set()
-        self.wheels = root / "simple" / "tinypkg"
+        self._root = root / "simple"
+        self.wheels = self._root / "tinypkg"
         self.wheels.mkdir(parents=True)
-        wheel = make_wheel(self.wheels, filler=filler)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        (self.wheels / "index.html").write_text(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>')
+        self._offer(make_wheel(self.wheels, filler=filler))
         index = self
 
         class Handler(SimpleHTTPRequestHandler):
@@ -68,6 +107,26 @@ class Index:
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
         self.address = f"http://127.0.0.1:{self._server.server_port}/simple"
+
+    def _offer(self, wheel: Path) -> None:
+        with wheel.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        apart = ' data-core-metadata="true"' if wheel.with_name(f"{wheel.name}.metadata").exists() else ""
+        link = f'<a href="{quote(wheel.name)}#sha256={digest}"{apart}>{wheel.name}</a>'
+        (wheel.parent / "index.html").write_text(link)
+
+    def offer_installed(self, site: Path, *names: str) -> None:
+        """Offer these packages of a directory `site-packages`, and all that they need."""
+        installed = {canonicalize_name(found.metadata["Name"]): found for found in distributions(path=[str(site)])}
+        wanted, seen = list(names), set[str]()
+        while wanted:
+            name = canonicalize_name(wanted.pop())
+            if name in seen:
+                continue
+            seen.add(name)
+            (self._root / name).mkdir()
+            self._offer(packed(installed[name], self._root / name))
+            wanted += [Requirement(text).name for text in requirements(installed[name])]
 
     def close(self) -> None:
         self.going.set()

@@ -26,7 +26,7 @@ SECTIONS: dict[str, list[Command]] = {
         ("exec", "mesh.cli.interactive", "Run a command next to a running job"),
         ("cp", "mesh.cli.describe", "Copy files of a job to this machine"),
         ("secret", "mesh.cli.secret", "Secrets for jobs, as API keys: set, ls, rm"),
-        ("job", "mesh.cli.main", "jupyter, attach, forward, migrate, events, rehearse, recover"),
+        ("job", "mesh.cli.main", "jupyter, attach, forward, migrate, events, rehearse, sdk, recover"),
     ],
     "The mesh": [
         ("init", "mesh.cli.member", "Found a mesh"),
@@ -216,11 +216,12 @@ job = LazyGroup(
             ("migrate", "mesh.cli.jobs", "Move a running job to another node"),
             ("events", "mesh.cli.jobs", "Show what happened to a job, or on this node"),
             ("rehearse", "mesh.cli.rehearse", "Test on this machine whether a job survives departures"),
+            ("sdk", "mesh.cli.sdk", "Give a project the files that its programs import"),
             ("recover", "mesh.cli.jobs", "Recover a job that lost its quorum"),
         ]
     },
     name="job",
-    help="Interact with a job, move it, recover it, or rehearse it.",
+    help="Interact with a job, move it, rehearse it, or recover it.",
 )
 
 debug = LazyGroup(

@@ -773,9 +773,9 @@ class Daemon:
         self._jobs.replicator.refusals.counters[reason] += 1
 
     async def _serve_local(self) -> None:
-        runner = web.AppRunner(
-            server.application(self._handlers, self._jobs.event_log), access_log=None, handler_cancellation=True
-        )
+        application = server.application(self._handlers, self._jobs.event_log)
+        # One who follows a log, or a request that hangs, must not hold up the end: aiohttp would wait for two minutes.
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         self._runners.append(runner)
         path = self._layout.socket

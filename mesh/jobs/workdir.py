@@ -5,6 +5,8 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
+from ckptstore.errors import BadPath
+from ckptstore.manifest import check_link
 from mesh.util.errors import ExitCode, MeshError
 
 LIMIT_BYTES = 1 << 30  # what a person may send by accident; `mesh data` is for more
@@ -49,7 +51,8 @@ class IgnoreRules:
 def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
     """Return the files to send, by their path in the store (`work/...`).
 
-    Left out is what the ignore rules name, and `ignored` (the checkpoint directory). MeshError: too many, or not readable.
+    Left out is what the ignore rules name, and `ignored` (the checkpoint directory). MeshError: too many, not readable, or a link
+    that leads out.
     """
     if not directory.is_dir():
         raise MeshError(f"working directory {directory} is not a directory", ExitCode.USAGE)
@@ -68,8 +71,11 @@ def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
             path = here / name
             if rules.ignores(below / name, False) or not (path.is_file() or path.is_symlink()):
                 continue
+            sent = f"work/{(below / name).as_posix()}"
+            if path.is_symlink():
+                _check_link(sent, path)
             total += path.lstat().st_size
-            found[f"work/{(below / name).as_posix()}"] = path
+            found[sent] = path
             if total > LIMIT_BYTES or len(found) > LIMIT_FILES:
                 raise MeshError(
                     f"the working directory {directory} holds more than {LIMIT_BYTES >> 20} MiB or {LIMIT_FILES} files. "
@@ -78,3 +84,15 @@ def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
                     ExitCode.USAGE,
                 )
     return found
+
+
+def _check_link(sent: str, path: Path) -> None:
+    target = str(path.readlink())
+    try:
+        check_link(sent, target)
+    except BadPath as error:
+        raise MeshError(
+            f"{sent.removeprefix('work/')} in the working directory is a link to {target}, and a job gets only links that stay "
+            "inside its directory. Name it, or the directory that it is in, in .gitignore or .meshignore to leave it out.",
+            ExitCode.USAGE,
+        ) from error

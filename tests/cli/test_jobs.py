@@ -1,13 +1,17 @@
 """Options of job commands: environment variables, the last lines of the output, exit codes."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from mesh.cli.job_options import job_options, make_order
 from mesh.cli.jobs import _print_output, _print_tail, exit_code
+from mesh.cli.main import cli
 
 
 def environment(*words: str) -> dict[str, str]:
@@ -63,3 +67,18 @@ def test_followed_output_skips_bytes_already_shown(capfdbinary: pytest.CaptureFi
 )
 def test_run_exits_with_the_code_of_the_job(outcome: dict[str, Any] | None, code: int) -> None:
     assert exit_code({"outcome": outcome}) == code
+
+
+def test_sdk_gives_a_project_what_it_imports(tmp_path: Path) -> None:
+    """Without the `mesh` package, its Python imports the copy, which replaces an older one."""
+    (tmp_path / "mesh").mkdir()
+    (tmp_path / "mesh" / "job.py").write_text("old")
+    assert CliRunner().invoke(cli, ["job", "sdk", str(tmp_path)]).exit_code == 0
+    script = "from mesh import job; print(job.__file__, job.EXIT_SAVED)"
+    isolated = ["-I", "-S", "-c", f"import sys; sys.path.insert(0, '.'); {script}"]
+    done = subprocess.run([sys.executable, *isolated], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"{tmp_path}/mesh/job.py", "85"]
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mesh").write_text("a file")
+    refused = CliRunner().invoke(cli, ["job", "sdk", str(tmp_path / "sub")])
+    assert refused.exit_code == 1 and "cannot be written" in refused.output

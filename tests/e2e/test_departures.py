@@ -24,6 +24,7 @@ from tests.e2e.commands import (
     read,
     running_with_checkpoint,
     send,
+    start,
     state_of,
     submit_count,
     submit_endless,
@@ -80,6 +81,17 @@ def test_job_survives_leaving_host_dead_host_and_dead_submitter(make_stack: Make
     assert state["attempts"][2]["resumed_step"] > saved
     shown = rows(left)
     assert shown[first.nick]["state"] == "left" and shown[second.nick]["state"] == "dead"
+
+
+def test_node_stops_at_once_while_somebody_follows_a_log(make_stack: MakeStack) -> None:
+    node = make_stack(1).nodes[0]
+    job = ok(node, "submit", "--no-workdir", "--", "sh", "-c", "echo runs; exec sleep 600").strip()
+    following = start(node, "logs", "-f", job)
+    assert following.stdout is not None and following.stdout.readline() == "runs\n"
+    ok(node, "down", "--now", timeout_s=30)
+    ended(node)
+    following.communicate(timeout=30)
+    assert following.returncode == 3
 
 
 def test_dead_witnesses_are_replaced_in_turn(make_stack: MakeStack) -> None:

@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
 from mesh.checkpoints.commit_modes import committed_tree
+from mesh.cli.main import cli
 from mesh.model.spec import Checkpointing
 from tests.tiers import FRAMEWORKS_PYTHON
 
@@ -22,9 +25,8 @@ SHORT = ("--epochs", "6", "--every", "6")  # 48 steps, saved after the 6th and t
 def make_project(directory: Path) -> Path:
     """Make a user's working directory: programs, and the files of campus-mesh under their own names."""
     shutil.copytree(PROGRAMS, directory, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("job.py", "sdk/integrations/hf.py", "sdk/integrations/lightning.py"):
-        (directory / "mesh" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "mesh" / name, directory / "mesh" / name)
+    done = CliRunner().invoke(cli, ["job", "sdk", str(directory)])
+    assert done.exit_code == 0, done.output
     return directory
 
 

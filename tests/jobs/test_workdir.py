@@ -56,9 +56,20 @@ def test_gitignore_rules_apply_as_in_git(tmp_path: Path) -> None:
 
 def test_links_are_collected_as_links(tmp_path: Path) -> None:
     make(tmp_path, "real/a.txt")
-    (tmp_path / "to-directory").symlink_to(tmp_path / "real")
-    (tmp_path / "loop").symlink_to(tmp_path)
-    assert sorted(collect_files(tmp_path, ())) == ["work/loop", "work/real/a.txt", "work/to-directory"]
+    (tmp_path / "to-directory").symlink_to("real")
+    (tmp_path / "real" / "loop").symlink_to("../real")
+    assert sorted(collect_files(tmp_path, ())) == ["work/real/a.txt", "work/real/loop", "work/to-directory"]
+
+
+@pytest.mark.parametrize("target", ["/srv/cache/wandb/core.log", "../../above", "real/../../above"])
+def test_link_that_leads_out_is_refused_with_advice(tmp_path: Path, target: str) -> None:
+    make(tmp_path, "real/a.txt", "wandb/.keep")
+    (tmp_path / "wandb" / "debug.log").symlink_to(target)
+    with pytest.raises(MeshError, match=r"^wandb/debug\.log .*\.gitignore or \.meshignore") as caught:
+        collect_files(tmp_path, ())
+    assert caught.value.code == ExitCode.USAGE
+    (tmp_path / ".meshignore").write_text("wandb/\n")
+    assert sorted(collect_files(tmp_path, ())) == ["work/.meshignore", "work/real/a.txt"]
 
 
 def test_too_large_directory_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
