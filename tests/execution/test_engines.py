@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mesh.execution.docker.engine import DockerEngine
-from mesh.execution.docker.socket import EngineSocket
+from mesh.execution.docker.socket import EngineSocket, Output
 from mesh.execution.engine import BadCommand, BadImage, EngineError
 from mesh.execution.process.engine import ProcessEngine
 from mesh.util.boottime import boot_s
@@ -276,6 +276,39 @@ async def test_container_has_few_rights(tmp_path: Path) -> None:
         assert "CapEff:\t0000000000000000" in text and "NoNewPrivs:\t1" in text
     finally:
         await engine.close()
+
+
+@pytest.mark.docker
+async def test_output_is_not_awaited_after_the_container_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attach to the output of a container that ended: Docker never closes it. An engine under load reports the exit that late."""
+    ended, attach, attached = EngineSocket.ended, EngineSocket.attach, list[str]()
+
+    async def late(engine: EngineSocket, container: str) -> int:
+        code = await ended(engine, container)
+        async with asyncio.timeout(WAIT_S):
+            while len(attached) < 2:
+                await asyncio.sleep(0.01)
+        return code
+
+    async def noted(engine: EngineSocket, container: str) -> Output:
+        output = await attach(engine, container)
+        attached.append(container)
+        return output
+
+    monkeypatch.setattr(EngineSocket, "ended", late)
+    monkeypatch.setattr(EngineSocket, "attach", noted)
+    monkeypatch.setattr("mesh.execution.docker.engine.ATTACH_AGAIN_S", 0.1)
+    engine = DockerEngine(f"test-{os.getpid()}-ended")
+    assert (await engine.availability()).ok
+    bench = Bench(engine, tmp_path, busybox_image())
+    try:
+        guest = await bench.shell("echo said; exit 7")
+        async with asyncio.timeout(WAIT_S):
+            end = await guest.wait()
+        assert (end.code, end.fault, bench.log) == (7, "", "said\n")
+    finally:
+        await engine.close()
+    assert not containers(f"test-{os.getpid()}-ended")
 
 
 @pytest.mark.docker

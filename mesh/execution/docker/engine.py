@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -424,18 +425,33 @@ class DockerGuest:
         """Copy output to the log. Output written while the engine is away is lost."""
         try:
             with await asyncio.to_thread(Path(log_path).open, "ab", 0) as file:
-                while True:
-                    async for piece in self._output.pieces():
-                        await asyncio.to_thread(file.write, piece)
-                    if (await asyncio.wait([ended], timeout=ATTACH_AGAIN_S))[0]:
-                        return
-                    with contextlib.suppress(OSError, aiohttp.ClientError):
-                        self._output.close()
+                await self._write_to(file)
+                while not (await asyncio.wait([ended], timeout=ATTACH_AGAIN_S))[0]:
+                    self._output.close()
+                    try:
                         self._output = await self._socket.attach(self._container.id)
+                    except (OSError, aiohttp.ClientError):
+                        continue
+                    await self._write_until(ended, file)
         except OSError as error:  # a full disk ends the log, not the guest
             log.warning("the log of container %s ends early: %s", self._container.short_id, error)
         finally:
             self._output.close()
+
+    async def _write_to(self, file: FileIO) -> None:
+        async for piece in self._output.pieces():
+            await asyncio.to_thread(file.write, piece)
+
+    async def _write_until(self, ended: asyncio.Task[int], file: FileIO) -> None:
+        """Copy output until the container ends: Docker never closes the output of one that ended before it was attached to."""
+        copying = asyncio.create_task(self._write_to(file), name=f"output of {self._container.short_id}")
+        try:
+            await asyncio.wait([copying, ended], return_when=asyncio.FIRST_COMPLETED)
+            for done in (await asyncio.wait([copying], timeout=ATTACH_AGAIN_S))[0]:
+                await done
+        finally:
+            copying.cancel()
+            await asyncio.gather(copying, return_exceptions=True)
 
     async def _take_exit(self, ended: asyncio.Task[int]) -> Exit:
         try:
