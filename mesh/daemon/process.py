@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -36,11 +37,14 @@ def main() -> None:
     parser.add_argument("--state", required=True)
     parser.add_argument("--config", help="directory of config.toml and policy.toml (default: the state directory)")
     parser.add_argument("--overrides", default="{}", help="settings as JSON, over those of config.toml")
+    parser.add_argument("--log", action="store_true", help="write all output to the state directory's log")
     options = parser.parse_args()
     layout = Layout(Path(options.state).resolve(), Path(options.config).resolve() if options.config else None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
     try:
+        if options.log:
+            _write_to(layout.log)
         capabilities.keep()
         raise_file_limit()
         layout.make()
@@ -56,6 +60,14 @@ def main() -> None:
         sys.exit(f"mesh: {_words(_first(group), layout)}")
     except (*EXPECTED, OSError) as error:
         sys.exit(f"mesh: {_words(error, layout)}")
+
+
+def _write_to(path: Path) -> None:
+    """Write output to a file. The daemon opens it itself: systemd would do so as root, which the file's user could misuse."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    for output in (1, 2):
+        os.dup2(descriptor, output)
+    os.close(descriptor)
 
 
 async def _run(layout: Layout, settings: Settings) -> None:

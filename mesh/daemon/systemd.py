@@ -58,9 +58,7 @@ def unit(service: Service) -> str:
         "",
         "[Service]",
         "Type=notify",
-        f"ExecStart={_word(service.python)} -m mesh.daemon.entry --state {_word(service.state)}{config}",
-        f"StandardOutput=append:{_plain(service.state)}/daemon.log",
-        "StandardError=inherit",
+        f"ExecStart={_word(service.python)} -m mesh.daemon.entry --log --state {_word(service.state)}{config}",
         *([f"User={service.user}"] if service.user else []),
         "# Stopping is leaving: guests save and move on. Only the daemon gets the SIGTERM; it looks after its guests.",
         "KillMode=mixed",
@@ -95,12 +93,10 @@ def template() -> str:
 
     lines = unit(Service("", "", Settings().grace_s)).splitlines()
     given = {
-        "ExecStart=": "ExecStart=/usr/bin/env mesh up --foreground",
-        "StandardOutput=": "Environment=PATH=%h/.local/bin:/usr/local/bin:/usr/bin:/bin",
-        "StandardError=": "",
+        "ExecStart=": "ExecStart=/usr/bin/env mesh up --foreground\n"
+        "Environment=PATH=%h/.local/bin:/usr/local/bin:/usr/bin:/bin",
     }
-    kept = (next((text for key, text in given.items() if line.startswith(key)), line) for line in lines)
-    return "\n".join(line for line, old in zip(kept, lines, strict=True) if line or not old) + "\n"
+    return "\n".join(next((text for key, text in given.items() if line.startswith(key)), line) for line in lines) + "\n"
 
 
 def _edge(directory: str, user: str) -> list[str]:

@@ -173,6 +173,17 @@ def remove(cgroup: Path) -> None:
         path.rmdir()
 
 
+def test_service_opens_its_log_itself_and_follows_no_link(tmp_path: Path) -> None:
+    """As root, systemd would open whatever file the service's user puts there."""
+    assert "Standard" not in unit(Service(sys.executable, str(tmp_path), 30.0, "alice"))
+    (tmp_path / "other").write_text("")
+    (tmp_path / "daemon.log").symlink_to("other")
+    command = [sys.executable, "-m", "mesh.daemon.entry", "--log", "--state", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "daemon.log" in done.stderr
+    assert (tmp_path / "other").read_text() == ""
+
+
 @pytest.mark.systemd
 def test_a_real_manager_starts_restarts_and_stops_a_node(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     config = tmp_path / "state" / "config.toml"
@@ -218,6 +229,8 @@ def test_a_real_manager_starts_restarts_and_stops_a_node(tmp_path: Path, request
     assert (removed["path"], removed["runs"], removed["removed"]) == (str(path), False, True)
     assert not path.exists()
     assert (tmp_path / "state" / "node.key").exists()
+    log = tmp_path / "state" / "daemon.log"
+    assert log.stat().st_mode & 0o777 == 0o600 and "mesh" in log.read_text()
 
 
 AMBIENT = """
