@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ def main() -> None:
     begun, failed = time.monotonic(), False
     for suite in suites:
         try:
-            place = PLACE / suite
-            if not (options.keep and (place / "disk").exists()):
+            place, kept, built = PLACE / suite, (PLACE / suite / "disk").exists() and options.keep, wheel()
+            if not kept:
                 told(f"{suite}: building its disk")
-                build(place, suite, wheel())
-            try_suite(suite, place, parts, results)
+                build(place, suite, built)
+            try_suite(suite, place, parts, results, built if kept else None)
         except Failed as error:
             failed = True
             told(f"{suite}: {error}")
@@ -63,7 +64,9 @@ def main() -> None:
     sys.exit(1 if failed or bad else 0)
 
 
-def try_suite(suite: str, place: Path, parts: tuple[str, ...], results: dict[str, Any]) -> None:
+def try_suite(
+    suite: str, place: Path, parts: tuple[str, ...], results: dict[str, Any], wheel_to_install: Path | None
+) -> None:
     """Try one system; its second machine, with containerd's image store, is on the same disk."""
     cable = free_port()
     with ExitStack() as stack:
@@ -74,29 +77,39 @@ def try_suite(suite: str, place: Path, parts: tuple[str, ...], results: dict[str
         for machine in machines:
             stack.callback(machine.close)
             machine.start()
-            told(f"{machine.name}: boots")
+        for machine in machines:
             machine.wait()
-        one.send(ROOT, ("tests", "pyproject.toml"), "/root/suite")
+            told(f"{machine.name}: booted")
+            if wheel_to_install is not None:
+                machine.install(wheel_to_install)
+        one.send(ROOT, ("tests", "pyproject.toml"), checks.SUITE)
         known = checks.facts(one)
         told(f"{one.name}: {known}")
-        name = {"system": known["system"], "kernel": known["kernel"]}
+        name = {"system": known["system"], "kernel": known["kernel"], "commit": commit()}
         if "mesh" in parts and len(machines) == 2:
-            results["mesh"] = attempted(lambda: two_machines(*machines))
+            results["mesh"] = [f"{line} ({commit()})" for line in attempted(lambda: two_machines(*machines))]
             save(results)
-            machines[1].close()
-        if "limits" in parts:
-            others = [row for row in results["limits"] if row["system"] != known["system"]]
-            results["limits"] = [*others, *({"system": known["system"], **row} for row in all_limits(one))]
-            save(results)
+        for other in machines[1:]:
+            other.close()
         if "engines" in parts:
-            results["engines"] = [row for row in results["engines"] if row["system"] != known["system"]]
             for engine, answers in all_engines(one, known):
-                results["engines"].append({**name, "engine": engine, "contract": answers})
+                put(results["engines"], {**name, "engine": engine, "contract": answers}, "engine")
                 save(results)
                 told(f"{one.name}: {engine}: {answers}")
+        if "limits" in parts:
+            for row in all_limits(one):
+                put(results["limits"], {**name, **row}, "how")
+                save(results)
+                told(f"{one.name}: {row}")
 
 
-def all_limits(machine: Machine) -> list[dict[str, Any]]:
+def put(rows: list[dict[str, Any]], row: dict[str, Any], key: str) -> None:
+    """Add a row, in the place of an earlier one about the same."""
+    rows[:] = [old for old in rows if (old["system"], old[key]) != (row["system"], row[key])]
+    rows.append(row)
+
+
+def all_limits(machine: Machine) -> Iterator[dict[str, Any]]:
     """Start a daemon in each way that people do. Each way: who, what root does before, how the user starts it."""
     member = f"runuser -l {USER} -c 'mesh init home --nick home && mesh config set lend true'"
     service = f"{member} && mesh install-service --as {USER}"
@@ -106,7 +119,6 @@ def all_limits(machine: Machine) -> list[dict[str, Any]]:
         ("by a lingering user, from a login", USER, f"loginctl enable-linger {USER}", ROOTLESS),
         ("as a service (`mesh install-service --as USER`)", USER, service, "true"),
     )
-    rows = []
     for how, user, before, start in ways:
         try:
             machine.run("rm -rf ~/.local/state/campus-mesh ~/.config/campus-mesh", user=user)
@@ -117,14 +129,12 @@ def all_limits(machine: Machine) -> list[dict[str, Any]]:
                 "how": how,
                 "bound": False,
                 "unlimited": ["?"],
-                "limits_by": str(error)[:300],
+                "limits_by": str(error)[-300:],
                 "group": "",
                 "docker": "",
             }
         machine.run(f"mesh install-service --remove --as {USER}", check=False)
-        told(f"{machine.name}: {row}")
-        rows.append(row)
-    return rows
+        yield row
 
 
 def all_engines(machine: Machine, known: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -150,9 +160,9 @@ def two_machines(one: Machine, two: Machine) -> list[str]:
     found = checks.reclaimed_job_continues(one, two)
     told(str(found))
     lines.append(
-        f"A job in an image that only {one.name} had: reclaimed there, it ran {found['took_s']} s later on {two.name}, which had "
-        f"fetched the image, from step {found['resumed_at']}; outcome: {found['outcome']}; every step was counted once: "
-        f"{'yes' if found['whole'] else 'no'}."
+        f"A job in an image that only {one.name} had was reclaimed there. {found['took_s']} s later it ran on {two.name}, which "
+        f"had fetched the image, from step {found['resumed_at']}. Its attempts: {', '.join(found['nodes'])}; outcome: "
+        f"{found['outcome']}; it counted to {checks.STEPS}: {'yes' if found['whole'] else 'no'}."
     )
     return lines
 
@@ -180,7 +190,9 @@ def wheel() -> Path:
     return next(where.glob("*.whl"))
 
 
+@cache
 def commit() -> str:
+    """Return the commit, as it is before the page is written."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 from tests.machines.machine import Failed, Machine
 
 PYTHON = "/opt/pipx/venvs/campus-mesh/bin/python"
+SUITE = "/opt/suite"
 CORE = ("logs", "files", "exec", "freeze", "kill", "limits", "network")
 TESTS_S, WAIT_S = 1500.0, 600.0
 ENGINES, SESSIONS, ESCAPES, GROUPS = (
@@ -42,6 +43,7 @@ PROCESSES = {
     "limits": (f"{GROUPS}::test_memory_limit_covers_all_processes", f"{GROUPS}::test_pids_limit_is_enforced"),
     "network": (f"{GROUPS}::test_guest_without_network_has_loopback",),
 }
+STEPS = 300
 COUNT = """
 n=0; if [ -n "$MESH_RESUME" ]; then n=$(cat $MESH_RESUME/n); echo "resumed at $n"; fi
 save() { mkdir $MESH_CKPT_DIR/.new; echo $n > $MESH_CKPT_DIR/.new/n; mv $MESH_CKPT_DIR/.new $MESH_CKPT_DIR/step-$n; }
@@ -65,15 +67,17 @@ def facts(machine: Machine) -> dict[str, str]:
     return dict(line.split("=", 1) for line in machine.run(script).stdout.splitlines() if "=" in line)
 
 
-def contract(machine: Machine, tests: dict[str, tuple[str, ...]], env: str = "", within: str = "") -> dict[str, str]:
+def contract(
+    machine: Machine, tests: dict[str, tuple[str, ...]], env: str = "", within: str = "", user: str = "root"
+) -> dict[str, str]:
     """Run the tests; return, for each aspect, "ok", or why not."""
     wanted = " ".join(f"'{test}'" for group in tests.values() for test in group)
     command = (
-        f"cd /root/suite && rm -f /root/junit.xml && {within} env {env} PYTHONDONTWRITEBYTECODE=1 {PYTHON} -m pytest -q "
-        f"-p no:cacheprovider --timeout 600 --junitxml /root/junit.xml {wanted}"
+        f"cd {SUITE} && rm -f ~/junit.xml && {within} env {env} PYTHONDONTWRITEBYTECODE=1 {PYTHON} -m pytest -q "
+        f"-p no:cacheprovider --timeout 600 --junitxml ~/junit.xml {wanted}"
     )
-    done = machine.run(command, check=False, timeout_s=TESTS_S)
-    report = machine.run("cat /root/junit.xml", check=False).stdout
+    done = machine.run(command, user=user, check=False, timeout_s=TESTS_S)
+    report = machine.run("cat ~/junit.xml", user=user, check=False).stdout
     ended = _ended(report)
     if not ended:
         return dict.fromkeys(tests, f"no test ran: {(done.stdout + done.stderr).strip()[-300:]}")
@@ -170,19 +174,19 @@ def reclaimed_job_continues(one: Machine, two: Machine) -> dict[str, Any]:
         timeout_s=WAIT_S,
     )
     two.run("mesh pause")
-    count = COUNT % 400
+    count = COUNT % STEPS
     one.run(f"cat > /root/count.sh <<'END'\n{count}\nEND")
     job = one.run(
         "cd /root && mkdir -p work && cp count.sh work/ && cd work && "
         "mesh submit --image box --ckpt ckpts --ckpt-mode rename -- sh count.sh",
         timeout_s=WAIT_S,
     ).stdout.split()[-1]
-    until(lambda: (_job(one, job).get("checkpoint") or {}).get("step"), "a checkpoint")
+    until(lambda: _job(one, job).get("checkpoint"), "a checkpoint")
     two.run("mesh lend")
     begun = time.monotonic()
     one.run("mesh reclaim --grace 60s", timeout_s=WAIT_S)
-    moved = until(
-        lambda: (state := _job(two, job)).get("node") == two.name and state["state"] == "running" and state,
+    until(
+        lambda: (state := _job(two, job)).get("node") == two.name and state["state"] == "running",
         "the job on the other machine",
     )
     took_s = time.monotonic() - begun
@@ -190,12 +194,10 @@ def reclaimed_job_continues(one: Machine, two: Machine) -> dict[str, Any]:
     said = two.run(f"mesh logs {job}").stdout
     return {
         "nodes": [attempt["node"] for attempt in state["attempts"]],
-        "resumed_at": moved["attempts"][-1]["resumed_step"],
-        "whole": "counted 400" in said,
-        "outcome": state["outcome"],
+        "resumed_at": next((line.split()[-1] for line in said.splitlines() if line.startswith("resumed at")), "none"),
+        "whole": f"counted {STEPS}" in said,
+        "outcome": state["outcome"]["kind"],
         "took_s": round(took_s),
-        "image": "lab/box" in two.run("docker image ls", check=False).stdout
-        or "box" in two.run("mesh image ls", check=False).stdout,
     }
 
 

@@ -212,6 +212,11 @@ class Machine:
             raise Failed(f"{self.name}: {command[:200]!r} failed ({done.returncode}): {said}")
         return done
 
+    def install(self, wheel: Path) -> None:
+        """Install another wheel of the product; what it needs stays as it is."""
+        self.send(wheel.parent, (wheel.name,), "/root")
+        self.run(f"pipx runpip --global campus-mesh install --quiet --no-deps --force-reinstall /root/{wheel.name}")
+
     def send(self, root: Path, names: tuple[str, ...], place: str) -> None:
         """Copy files and trees below `root` to a directory of the machine."""
         tar = subprocess.run(

@@ -10,7 +10,8 @@ HEAD = """# Platforms
 <!-- Made by `make test-machines` (tests/machines); do not edit by hand. -->
 
 What ran on whole machines of today's Debian, with the wheel installed by `pipx`. The machines are emulated
-(QEMU), so nothing here is a measurement of speed. {date}, commit {commit}.
+(QEMU), so nothing here is a measurement of speed. Written on {date} at commit {commit}; each row names the commit that it
+tried.
 
 ## Engines
 The core of the contract that every engine keeps ([engines](explanation/engines.md)). "yes": its tests passed; "no": one
@@ -41,19 +42,20 @@ def page(results: dict[str, Any], date: str, commit: str) -> str:
         return f"{'no' if tried else 'not tried'} ({reasons.index(answer) + 1})"
 
     lines = [HEAD.format(date=date, commit=commit)]
-    lines.append(f"| system | kernel | engine | {' | '.join(CORE)} |\n|{'---|' * (3 + len(CORE))}\n")
+    lines.append(f"| system | kernel | engine | {' | '.join(CORE)} | commit |\n|{'---|' * (4 + len(CORE))}\n")
     for row in results["engines"]:
         told = [cell(row["contract"].get(aspect, "did not run")) for aspect in CORE]
-        lines.append(f"| {row['system']} | {row['kernel']} | {row['engine']} | {' | '.join(told)} |\n")
+        lines.append(
+            f"| {row['system']} | {row['kernel']} | {row['engine']} | {' | '.join(told)} | {row['commit']} |\n"
+        )
     lines += [
         LIMITS,
-        "| system | the daemon was started | limited | not limited | its group |\n|---|---|---|---|---|\n",
+        f"| system | the daemon was started | limited | not limited | its group | commit |\n|{'---|' * 6}\n",
     ]
     for row in results["limits"]:
         missing = ", ".join(row["unlimited"]) or "nothing"
-        lines.append(
-            f"| {row['system']} | {row['how']} | {'yes' if row['bound'] else 'no'} | {missing} | `{row['group']}` |\n"
-        )
+        bound = "yes" if row["bound"] else "no"
+        lines.append(f"| {row['system']} | {row['how']} | {bound} | {missing} | `{row['group']}` | {row['commit']} |\n")
     remedies = {f"{row['how']}: {row['limits_by']}" for row in results["limits"] if row["limits_by"]}
     if remedies:
         lines += [

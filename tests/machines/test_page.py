@@ -21,6 +21,7 @@ def test_page_gives_a_reason_for_each_no() -> None:
     row = {
         "system": "Debian 13",
         "kernel": "6.12",
+        "commit": "abc",
         "engine": "process",
         "contract": {"logs": "ok", "kill": "failure: no | group"},
     }
