@@ -114,7 +114,7 @@ OUTPUT: dict[str, list[str]] = {
 # These show nothing of anybody else: they found, configure, simulate or test on this machine.
 OWN = {
     "init", "join", "member key", "killall", "install-service", "config get", "config ls", "config set", "config unset",
-    "job rehearse", "debug demo", "debug devstack", "debug survive eval", "debug api", "debug completion",
+    "job rehearse", "job sdk", "debug demo", "debug devstack", "debug survive eval", "debug api", "debug completion",
     *(f"debug sim {name}" for name in
       ("claims", "compare", "history", "policies", "report", "run", "sensitivity", "show", "sweep", "worlds")),
 }  # fmt: skip
