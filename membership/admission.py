@@ -24,7 +24,7 @@ import msgspec
 from membership.addresses import address_group
 from membership.core import Clock, Core
 from membership.envelope import EnvelopeError, MeshSealer, open_envelope, seal
-from membership.framing import read_frame, write_frame
+from membership.framing import connected, read_frame, write_frame
 from membership.identity import Identity, NodeId, format_id, parse_id
 from membership.malformed import MALFORMED
 from membership.ratelimit import TokenBuckets
@@ -548,18 +548,16 @@ async def request_join(
 ) -> tuple[NodeId, TrustStore, JoinAnswer]:
     """Send one join request to the node at this address. OSError, TimeoutError or TrustError if that fails."""
     async with asyncio.timeout(JOIN_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(host, port)
-        try:
+        async with connected(host, port) as (reader, writer):
             await write_frame(writer, make_join_request(identity, nonce, nick, user, grant, proof, ssh_proof))
-            return read_answer(await read_frame(reader), nonce, now_unix)
-        except FrameError as error:
-            raise TrustError("the program at that address is not a mesh node") from error
-        except asyncio.IncompleteReadError as error:
-            raise TrustError(
-                "the connection was closed: not a mesh node, a node of another version, or a busy one"
-            ) from error
-        finally:
-            writer.close()
+            try:
+                return read_answer(await read_frame(reader), nonce, now_unix)
+            except FrameError as error:
+                raise TrustError("the program at that address is not a mesh node") from error
+            except asyncio.IncompleteReadError as error:
+                raise TrustError(
+                    "the connection was closed: not a mesh node, a node of another version, or a busy one"
+                ) from error
 
 
 def decode_pending(body: bytes, most: int) -> list[PendingJoin]:

@@ -48,7 +48,7 @@ def lan_addresses() -> list[str]:
 
 def own_addresses() -> set[str]:
     """Return every address of this machine."""
-    return {ip.ip if isinstance(ip.ip, str) else ip.ip[0] for adapter in ifaddr.get_adapters() for ip in adapter.ips}
+    return {host for _, host, _ in _networks()}
 
 
 def without_route(hosts: list[str]) -> list[str]:
@@ -63,22 +63,24 @@ def without_route(hosts: list[str]) -> list[str]:
 
 def interface_of(host: str) -> int:
     """Return the index of the interface that has this address; 0 if none has it."""
+    return next((adapter.index or 0 for adapter, own, _ in _networks() if own == host), 0)
+
+
+def _networks() -> Iterator[tuple[ifaddr.Adapter, str, int]]:
+    """Yield every address of this machine, with its interface and the length of its network's prefix."""
     for adapter in ifaddr.get_adapters():
-        if any(host == (ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for ip in adapter.ips):
-            return adapter.index or 0
-    return 0
+        for ip in adapter.ips:
+            yield adapter, ip.ip if isinstance(ip.ip, str) else ip.ip[0], ip.network_prefix
 
 
 def _lan_networks() -> list[tuple[str, int]]:
     """Return the same addresses, each with the length of its network's prefix."""
     found, unusable = [], _unusable_ipv6()
-    for adapter in ifaddr.get_adapters():
-        if adapter.nice_name.startswith(SKIPPED_INTERFACES):
-            continue
-        for ip in adapter.ips:
-            address = ip_address(ip.ip if isinstance(ip.ip, str) else ip.ip[0])
-            if not (address.is_loopback or is_link_local(str(address)) or address in unusable):
-                found.append((address.compressed, ip.network_prefix))
+    for adapter, host, prefix in _networks():
+        address = ip_address(host)
+        skipped = adapter.nice_name.startswith(SKIPPED_INTERFACES) or address.is_loopback or is_link_local(str(address))
+        if not (skipped or address in unusable):
+            found.append((address.compressed, prefix))
     return sorted(found, key=lambda one: ":" in one[0])
 
 

@@ -1,8 +1,20 @@
 """Frames on a TCP stream: a 4-byte big-endian length, then the frame."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from membership.reconcile import FRAME_LIMIT, FrameError
+
+
+@asynccontextmanager
+async def connected(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect to a node, and close the connection at the end. OSError."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
 
 
 async def write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -29,20 +29,39 @@ Take = Callable[[socket.socket, str], None]
 """Takes over a connection from this host (`address_group`)."""
 
 
-async def accept_all(listener: socket.socket, take: Take) -> None:
-    """Pass all connections to `take`, for ever."""
-    loop = asyncio.get_running_loop()
-    while True:
-        await asyncio.sleep(0)  # while connections wait, `sock_accept` returns at once: all else needs its turn
-        try:
-            connection, address = await loop.sock_accept(listener)
-        except OSError as error:
-            if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
-                log.warning("no connection of another node can be accepted: %s", error.strerror)
-                await asyncio.sleep(ACCEPT_RETRY_S)
-            continue
-        connection.setblocking(False)
-        take(connection, address_group(str(address[0])))
+class Acceptor:
+    """Passes the connections to bound sockets, which it closes, to `take`."""
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
+
+    def start(self, listeners: Sequence[socket.socket]) -> None:
+        for listener in listeners:
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+            self._accepting[listener] = asyncio.create_task(self._accept(listener), name="accept nodes")
+
+    async def close(self) -> None:
+        for task in self._accepting.values():
+            task.cancel()
+        await asyncio.gather(*self._accepting.values(), return_exceptions=True)
+        for listener in self._accepting:
+            listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(0)  # while connections wait, `sock_accept` returns at once: all else needs its turn
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                    log.warning("no connection of another node can be accepted: %s", error.strerror)
+                    await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
+            connection.setblocking(False)
+            self._take(connection, address_group(str(address[0])))
 
 
 class Strangers:
@@ -91,20 +110,15 @@ class Listener:
         counters: Counter[str],
     ) -> None:
         self._frames, self._tls, self._counters = frames, tls, counters
-        self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
+        self._acceptor = Acceptor(self._take)
         self._unsorted = Strangers(MAX_UNSORTED, MAX_UNSORTED_PER_HOST)
 
     def start(self, listeners: Sequence[socket.socket]) -> None:
         """Accept connections to these bound sockets, which this listener closes."""
-        for listener in listeners:
-            listener.listen(BACKLOG)
-            self._accepting[listener] = asyncio.create_task(accept_all(listener, self._take), name="accept nodes")
+        self._acceptor.start(listeners)
 
     async def close(self) -> None:
-        for listener, task in self._accepting.items():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            listener.close()
+        await self._acceptor.close()
         await self._unsorted.end()
 
     def _take(self, connection: socket.socket, host: str) -> None:

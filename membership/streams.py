@@ -13,7 +13,7 @@ from membership.admission import is_join_request
 from membership.core import Core, StreamExchange
 from membership.effects import StreamOutcome
 from membership.envelope import EnvelopeError
-from membership.framing import read_frame, write_frame
+from membership.framing import connected, read_frame, write_frame
 from membership.identity import NodeId, short_id
 from membership.reconcile import AnyFrame, Done, FrameError, Reached, ReachMe, StreamPing
 from membership.trust import TrustError
@@ -46,11 +46,8 @@ class Streams:
     async def run(self, exchange: StreamExchange, host: str, port: int) -> None:
         """Run our side of an exchange with the node at this address; one of FAILURES if it fails."""
         async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
+            async with connected(host, port) as (reader, writer):
                 await self._drive(exchange, reader, writer)
-            finally:
-                writer.close()
 
     async def ping(self, node: NodeId, host: str, port: int, timeout_s: float) -> StreamOutcome:
         """Ping a node over TCP. `refused`: its machine answers that no process listens on the port."""
@@ -68,8 +65,7 @@ class Streams:
         """Send a packet to the node at this address and handle its answers; one of FAILURES if it does not accept it."""
         limit = len(PACKET) + self._core.packet_bytes
         async with asyncio.timeout(PACKET_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
+            async with connected(host, port) as (reader, writer):
                 await write_frame(writer, PACKET + data)
                 for _ in range(MAX_ANSWERS):
                     answer = await read_frame(reader, limit)
@@ -77,8 +73,6 @@ class Streams:
                         return
                     self._core.on_stream_packet(answer.removeprefix(PACKET), host)
                 raise FrameError("too many answers to a packet")
-            finally:
-                writer.close()
 
     async def ask_reached(self, own_host: str, own_port: int, host: str, port: int) -> tuple[NodeId, Reached]:
         """Ask the node at `host:port` whether it reaches this node at `own_host:own_port`."""
@@ -140,12 +134,9 @@ class Streams:
         return Reached(self._core.nonce(), question.nonce, udp, tcp, seen_host)
 
     async def _ask(self, question: AnyFrame, host: str, port: int) -> tuple[NodeId, AnyFrame]:
-        reader, writer = await asyncio.open_connection(host, port)
-        try:
+        async with connected(host, port) as (reader, writer):
             await self._write(writer, question)
             return self._core.open_frame(await read_frame(reader))
-        finally:
-            writer.close()
 
     async def _drive(
         self, exchange: StreamExchange, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

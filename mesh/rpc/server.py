@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from membership.identity import Identity, NodeId, short_id
-from membership.listener import BACKLOG, Strangers, accept_all
+from membership.listener import Acceptor, Strangers
 from membership.ratelimit import TokenBuckets
 from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, TUNNELS_PER_NODE
 from mesh.rpc.streams import read_within
@@ -110,7 +110,7 @@ class PeerServer:
         self._handshakes = Strangers(MAX_HANDSHAKES, MAX_HANDSHAKES_PER_HOST)
         self._of_peer: Counter[NodeId] = Counter()
         self._max_connections = MAX_CONNECTIONS
-        self._listeners: dict[socket.socket, asyncio.Task[None]] = {}
+        self._acceptor = Acceptor(self.take)
 
     async def start(self, *listeners: socket.socket) -> None:
         """Serve connections to these bound sockets, which this server closes, and those of `take`."""
@@ -123,18 +123,11 @@ class PeerServer:
                 self._max_connections,
                 files,
             )
-        for listener in listeners:
-            listener.setblocking(False)
-            listener.listen(BACKLOG)
-            self._listeners[listener] = asyncio.create_task(accept_all(listener, self.take), name="accept peers")
+        self._acceptor.start(listeners)
 
     async def close(self) -> None:
-        for task in self._listeners.values():
-            task.cancel()
-        await asyncio.gather(*self._listeners.values(), return_exceptions=True)
+        await self._acceptor.close()
         await self._handshakes.end()
-        for listener in self._listeners:
-            listener.close()
         await self._runner.cleanup()
 
     def take(self, connection: socket.socket, host: str) -> None:
