@@ -37,7 +37,7 @@ from mesh.images.messages import decode_fetching
 from mesh.journal import Journal
 from mesh.rpc.client import PeerClient, PeerError
 from mesh.rpc.pacing import Cargo, Lane, Wire
-from mesh.rpc.parallel_fetch import Pulled, fetched, pulled
+from mesh.rpc.parallel_fetch import Pulled, fetched_chunks, pulled
 from mesh.rpc.refusals import Refusals
 from mesh.rpc.streams import IDLE_S, sliced
 from mesh.util.boottime import boot_s
@@ -288,13 +288,9 @@ class Replicator:
         plan = Fetch({identity: size for identity, size in wanted.sizes.items() if identity in missing}, sources)
         total = plan.left_bytes
         unsure: set[NodeId] = set()
-        finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
 
-        async def ask(request: Request) -> Sequence[bytes]:
-            arrived, finish = await self._pull(request, have, wanted.user)
-            finishing.append(finish)
-            tell(part(total - plan.left_bytes, total))
-            return arrived
+        async def pull(request: Request) -> Pulled:
+            return await self._pull(request, have, wanted.user)
 
         def fault(source: NodeId, error: BaseException) -> str | None:
             if isinstance(error, CorruptChunk):
@@ -303,14 +299,10 @@ class Replicator:
                 unsure.add(source)
             return str(error) if isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError) else None
 
-        try:
-            problem = await fetched(plan, ask, fault)
-            if problem:
-                raise FetchError(problem, unsure)
-            await asyncio.gather(*finishing)
-            await asyncio.to_thread(self._store.accept_manifest, sealed, "ignore")
-        finally:
-            await asyncio.gather(*finishing, return_exceptions=True)
+        problem = await fetched_chunks(plan, pull, fault, lambda got: tell(part(got, total)))
+        if problem:
+            raise FetchError(problem, unsure)
+        await asyncio.to_thread(self._store.accept_manifest, sealed, "ignore")
 
     def _complete(self, manifest: bytes) -> bool:
         try:

@@ -1,6 +1,6 @@
 """The data sets of the mesh: what nodes announce, and the manifests that owners have signed.
 
-Names are found in what nodes announce; a manifest is taken from whoever has it, since only its owner can have signed it.
+Names come from announcements. A manifest may come from any node, since only its owner can have signed it.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ class DataDirectory:
         return self._newest.get(self.known[identity].key) == identity
 
     def newest_of(self, key: tuple[bytes, str]) -> bytes | None:
-        """Return the newest known version of a user's data set, be it that it is removed."""
+        """Return the newest known version of a user's data set, even if that says that it is removed."""
         return self._newest.get(key)
 
     async def resolve(self, name: str) -> tuple[bytes, DataManifest] | None:

@@ -16,7 +16,7 @@ from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.space import Space
 from mesh.rpc.client import PeerClient, PeerError
-from mesh.rpc.parallel_fetch import Pulled, fetched, pulled
+from mesh.rpc.parallel_fetch import Pulled, fetched_chunks, pulled
 from mesh.util.byte_text import amount, part
 from mesh.util.shared_task import SharedTask
 
@@ -35,7 +35,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Progress:
-    """How far a fetch is, in words and in bytes that came."""
+    """The progress of a fetch: a text, and the bytes that have arrived."""
 
     words: str = "waits until other data sets have come"
     came: int = 0
@@ -90,26 +90,26 @@ class DataFetcher:
             sealed = self._directory.sealed(identity)
             assert sealed is not None
             failed: dict[NodeId, str] = {}
-            rounds, done = 0, 0
+            rounds = 0
             while True:
+                before = progress.came
                 try:
                     with self._holdings.store.working():
-                        came = await self._round(progress, identity, manifest, job, failed, done)
+                        await self._round(progress, identity, manifest, job, failed)
                         assert manifest.root is not None
                         await asyncio.to_thread(self._holdings.store.publish, identity, sealed, manifest.root)
                     break
                 except FetchFailed as error:
                     log.info("data set %s: %s", manifest.full_name, error)
                     failed.clear()  # the next round asks them again
-                    rounds = 1 if progress.came > done else rounds + 1
-                    done = progress.came
+                    rounds = 1 if progress.came > before else rounds + 1
                     if rounds >= ROUNDS:
                         raise
                     progress.words = f"waits to be tried again: {error}"[:200]
                     await asyncio.sleep(RETRY_S * 2 ** (rounds - 1))
                 except BadManifest as error:
                     raise FetchFailed(f"data set {manifest.full_name} is not valid: {error}") from error
-            log.info("data set %s came: %s", manifest.full_name, amount(came))
+            log.info("data set %s came: %s", manifest.full_name, amount(progress.came))
             self._arrived(identity, sealed, manifest)
 
     async def _round(
@@ -119,18 +119,17 @@ class DataFetcher:
         manifest: DataManifest,
         job: bytes | None,
         failed: dict[NodeId, str],
-        before: int,
-    ) -> int:
-        """Walk the tree and fetch what is missing, pages first; return the bytes that came."""
+    ) -> None:
+        """Walk the tree and fetch what is missing, pages first."""
         assert manifest.root is not None
         stack, wanted, seen = [(manifest.root, True)], dict[bytes, int](), {manifest.root}
-        passed, came, total = 0, before, max(1, manifest.chunk_bytes)
+        passed, before, total = 0, progress.came, max(1, manifest.chunk_bytes)
 
         async def have(batch: Mapping[bytes, int]) -> None:
-            nonlocal passed, came
+            nonlocal passed
             missing = await asyncio.to_thread(self._holdings.store.missing, list(batch))
             lacks = sum(batch[one] for one in missing)
-            if came - before + lacks > manifest.chunk_bytes:
+            if progress.came - before + lacks > manifest.chunk_bytes:
                 raise BadManifest(f"it holds more than the {amount(manifest.chunk_bytes)} that its manifest says")
             passed += sum(batch.values()) - lacks
             for start in range(0, len(missing), CHUNKS):
@@ -140,8 +139,8 @@ class DataFetcher:
                     progress.words = f"{manifest.full_name}: {part(min(passed + got, total), total)}"
 
                 await self._get(identity, job, some, failed, tell)
-                passed, came = passed + sum(some.values()), came + sum(some.values())
-                progress.came = came
+                passed += sum(some.values())
+                progress.came += sum(some.values())
 
         while stack or wanted:
             if stack and len(wanted) < CHUNKS:
@@ -153,7 +152,6 @@ class DataFetcher:
             else:
                 batch, wanted = wanted, {}
                 await have(batch)
-        return came
 
     def _opened_links(
         self, nodes: Sequence[tuple[Link, bool]], seen: set[Link]
@@ -182,15 +180,9 @@ class DataFetcher:
         if not holders:
             why = "; ".join(dict.fromkeys(failed.values())) or "no node that is there has it whole"
             raise FetchFailed(f"{self._directory.known[identity].full_name}: {why}")
-        plan = Fetch(missing, holders)
-        total = plan.left_bytes
-        finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
 
-        async def ask(request: Request) -> Sequence[bytes]:
-            arrived, finish = await self._pull(identity, job, request)
-            finishing.append(finish)
-            tell(total - plan.left_bytes)
-            return arrived
+        async def pull(request: Request) -> Pulled:
+            return await self._pull(identity, job, request)
 
         def fault(source: NodeId, error: BaseException) -> str | None:
             if isinstance(error, CorruptChunk):
@@ -200,13 +192,9 @@ class DataFetcher:
             failed[source] = str(error) or "no answer in time"
             return failed[source]
 
-        try:
-            problem = await fetched(plan, ask, fault)
-            if problem:
-                raise FetchFailed(problem)
-            await asyncio.gather(*finishing)
-        finally:
-            await asyncio.gather(*finishing, return_exceptions=True)
+        problem = await fetched_chunks(Fetch(missing, holders), pull, fault, tell)
+        if problem:
+            raise FetchFailed(problem)
 
     async def _pull(self, identity: bytes, job: bytes | None, request: Request) -> Pulled:
         receiver = await asyncio.to_thread(self._holdings.store.receive, max_stream_bytes(request.ids))

@@ -13,7 +13,7 @@ from ckptstore.errors import StoreError
 from membership.durable import write_durably
 from mesh.data.directory import DataDirectory
 from mesh.data.eviction import Kept
-from mesh.data.manifest import DataError, DataManifest
+from mesh.data.manifest import DataError
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +52,8 @@ class Holdings:
     async def close(self) -> None:
         await asyncio.to_thread(self.store.close)
 
-    def manifest(self, identity: bytes) -> DataManifest:
-        """Return the manifest of what is here."""
-        return self._directory.known[identity]
-
     def is_here(self, identity: bytes) -> bool:
-        return identity in self.held and self.manifest(identity).root is not None
+        return identity in self.held and self._directory.known[identity].root is not None
 
     def needs(self, identity: bytes) -> bool:
         """Tell whether a data set is here or on its way to a guest."""
@@ -65,7 +61,7 @@ class Holdings:
 
     def versions(self, key: tuple[bytes, str], but: bytes) -> list[bytes]:
         """Return the other versions of a data set that are here."""
-        return [one for one in self.held if self.manifest(one).key == key and one != but]
+        return [one for one in self.held if self._directory.known[one].key == key and one != but]
 
     def pinned(self, identity: bytes) -> bool:
         return (self.root / "pinned" / identity.hex()).exists()
@@ -100,7 +96,7 @@ class Holdings:
         sizes = self.store.known()
         found = []
         for identity in self.held:
-            if self.manifest(identity).root is None:
+            if self._directory.known[identity].root is None:
                 continue
             with suppress(FileNotFoundError):
                 used_unix = (self.store.sets / identity.hex()).stat().st_mtime
@@ -110,7 +106,9 @@ class Holdings:
                 found.append(Kept(identity, size, used_unix, self.pinned(identity), in_use, not newest))
         return found
 
-    async def keep_removal(self, identity: bytes, sealed: bytes) -> None:
-        """Keep the statement that a data set is removed."""
+    async def keep_removal(self, identity: bytes) -> None:
+        """Keep the statement that a data set is removed, which the directory knows."""
+        sealed = self._directory.sealed(identity)
+        assert sealed is not None
         await asyncio.to_thread(write_durably, self.store.sets / identity.hex(), sealed)
         self.held.add(identity)

@@ -158,9 +158,7 @@ class DataLibrary:
             if not self.holdings.used[old]:
                 log.info("data set %s is dropped: its owner has removed it", manifest.full_name)
                 await self.holdings.drop(old)
-                sealed = self.directory.sealed(identity)
-                assert sealed is not None
-                await self.holdings.keep_removal(identity, sealed)
+                await self.holdings.keep_removal(identity)
 
     def _announce(self) -> None:
         """Publish what is here, newest first, when it changes and before it expires."""
@@ -275,12 +273,11 @@ class DataLibrary:
         """Sign that a data set of this user is removed, and drop it here; other nodes drop it when they hear of it."""
         sealed = self._sign(manifest.name, None, (), False)
         identity = data_id(sealed)
-        gone = self.directory.opened(identity, sealed)
-        self.directory.remember(identity, sealed, gone)
-        await self.holdings.keep_removal(identity, sealed)
+        self.directory.remember(identity, sealed, self.directory.opened(identity, sealed))
+        await self.holdings.keep_removal(identity)
         for old in self.holdings.versions(manifest.key, identity):
             await self.holdings.drop(old)
-        self._arrived(identity, sealed, gone)
+        self._announce()
 
     async def drop_here(self, identity: bytes) -> None:
         """Drop a data set on this node only. FetchFailed if a guest uses it."""

@@ -31,6 +31,34 @@ async def pulled(peers: PeerClient, request: Request, path: str, body: bytes, re
     return [identity for identity in request.ids if identity in receiver.arrived], finish
 
 
+async def fetched_chunks(
+    plan: Fetch,
+    pull: Callable[[Request], Coroutine[Any, Any, Pulled]],
+    fault: Callable[[NodeId, BaseException], str | None],
+    tell: Callable[[int], None],
+) -> str:
+    """Run a plan whose requests are `pulled`, as `fetched` does; what arrived is durable on return.
+
+    `tell` is called with the bytes that have arrived so far.
+    """
+    total = plan.left_bytes
+    finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
+
+    async def ask(request: Request) -> Sequence[bytes]:
+        arrived, finish = await pull(request)
+        finishing.append(finish)
+        tell(total - plan.left_bytes)
+        return arrived
+
+    try:
+        problem = await fetched(plan, ask, fault)
+        if not problem:
+            await asyncio.gather(*finishing)
+        return problem
+    finally:
+        await asyncio.gather(*finishing, return_exceptions=True)
+
+
 async def fetched(
     plan: Fetch,
     ask: Callable[[Request], Coroutine[Any, Any, Sequence[bytes]]],

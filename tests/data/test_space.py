@@ -37,6 +37,7 @@ class Here:
         directory: Any = SimpleNamespace(
             known=self.known,
             is_newest=lambda identity: identity in self.newest,
+            sealed=lambda identity: b"sealed",
             holders=lambda identity: [OTHER] if identity in self.answers else [],
         )
         peers: Any = SimpleNamespace(call=self._call)
@@ -198,7 +199,7 @@ async def test_older_versions_and_removals_go_in_time(here: Here) -> None:
         created = int(time.time() - ago_s)
         self_made = DataManifest(1, "x", "ada", ADA, b"chain", 1, created, None, 0)
         here.known[identity] = self_made
-        await here.holdings.keep_removal(identity, b"sealed")
+        await here.holdings.keep_removal(identity)
     await here.space.tidy()
     assert here.holdings.held == {fresh, pinned, used, newest, removed}
     assert not here.holdings.store.has(old)
