@@ -117,13 +117,9 @@ def examine(where: Layout, get: Any) -> Facts:
         daemon_problem, hangs = str(error), not isinstance(error, NoDaemon) or error.runs
     ports: list[Port] = []
     if status is None:
-        wanted = [
-            ("udp", settings.port, "--port"),
-            ("tcp", settings.port, "--port"),
-            ("tcp", settings.api_port, "--api-port"),
-        ]
-        if settings.api_port == 0:
-            wanted.pop()
+        wanted = [("udp", settings.port, "--port"), ("tcp", settings.port, "--port")]
+        if settings.api_port:
+            wanted.append(("tcp", settings.api_port, "--api-port"))
         ports = [Port(kind, number, option, _taken_by(kind, settings.bind, number)) for kind, number, option in wanted]
     return Facts(
         state=str(where.root),
@@ -412,9 +408,10 @@ def _families(addresses: Sequence[str], network: dict[str, Any]) -> Iterator[Fin
         lost = "no address that other machines can use (only loopback, link-local, containers and tunnels)"
         yield warn("IP", f"{lost}: no other machine can be in this mesh", "`ip address` shows the machine's addresses")
         return
-    has6, has4 = (any((":" in address) == wanted for address in addresses) for wanted in (True, False))
-    if has4 and has6:
+    families = {family_of(address) for address in addresses}
+    if len(families) == 2:
         return
+    has6 = socket.AF_INET6 in families
     has, lacks = ("IPv6", "IPv4") if has6 else ("IPv4", "IPv6")
     if unreached := network["no_route"]:
         names = f"{', '.join(unreached[:5])}{' ...' if len(unreached) > 5 else ''}"

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from membership.addresses import address_text
+from membership.addresses import address_text, parse_seed
 from mesh.cli.listing import listing, show
 from mesh.cli.names import NODE, WAITING
 from mesh.cli.output import ask_secret, confirm, print_json, say, table
@@ -206,7 +206,6 @@ class _Request(NamedTuple):
 
 
 def _invited(where: Layout, text: str, nick: str | None, user: str | None, ssh_identity: Path | None) -> _Request:
-    from membership.addresses import parse_seed
     from membership.trust import TrustStore, parse_invite, prove_invite
 
     try:
@@ -243,7 +242,6 @@ def _prove_ssh_key(mesh_id: bytes, grant: "Grant", identity: "Identity", file: P
 
 
 def _asking(where: Layout, text: str, nick: str | None, user: str | None, mesh_id: str) -> _Request:
-    from membership.addresses import parse_seed
 
     try:
         address = parse_seed(text, GOSSIP_PORT)
