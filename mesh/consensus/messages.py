@@ -1,8 +1,8 @@
 """Messages between job cores. Every message is one-way; a reply is a message of its own.
 
 `Prepare`/`Promised` and `Accept`/`Accepted` are the two phases of Paxos on a job's record. An `Accept` that names a holder
-also grants or renews its lease; one that names none releases it. Answers name the disk that holds the promise
-(`record.Voter`). `Start`/`StartAnswer` hand a term from the leader that won it to the node that will run the job.
+also grants or renews its lease, unless it says otherwise; one that names none releases it. Answers name the disk that holds
+the promise (`record.Voter`). `Start`/`StartAnswer` hand a term from the leader that won it to the node that will run the job.
 """
 
 from typing import Annotated
@@ -59,7 +59,8 @@ class Promised(Message, frozen=True, tag="promised"):
 
 
 class Accept(Message, frozen=True, tag="accept"):
-    """Phase 2a: hold this group and record under `term`. `holder` takes or renews the lease; None releases it.
+    """Phase 2a: hold this group and record under `term`. `holder` takes or renews the lease; None releases it. Without
+    `renews`, the lease ends when it would have ended.
 
     `round` is the sender's counter and returns in the answer. `owner` is a random name of the attempt that takes the lease; a
     term has one. `spec` is sent until the receiver has it. `reconfiguration`,
@@ -76,6 +77,7 @@ class Accept(Message, frozen=True, tag="accept"):
     spec: bytes | None = None
     reconfiguration: bytes | None = None
     warrants: Warrants = ()
+    renews: bool = True
 
 
 class Accepted(Message, frozen=True, tag="accepted"):

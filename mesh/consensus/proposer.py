@@ -8,6 +8,10 @@ section 4.3). So two groups never decide independently.
 A newcomer is asked whether it can vote before a group names it (a learner of Raft, section 4.2.1). If the joint round is not
 decided soon, the owner of the term goes back to the old group under a higher number. That is safe: the new group decides
 alone only after this owner has seen the joint round decided, and whoever takes a higher term reads from a majority of the old.
+
+A round renews the lease only when asked to, so that what a lost holder saved last does not delay its successor. The first
+rounds of a group renew it in any case, until one is decided: who asks that group for a term may ask none of those that
+granted the lease before.
 """
 
 from collections.abc import Iterable, Set
@@ -21,11 +25,12 @@ from mesh.model.record import Config, JobRecord, Voter
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """A round that a quorum has accepted. A lease that it grants counts from `sent_at`."""
+    """A round that a quorum has accepted. If it `renews` the lease, that counts from `sent_at`."""
 
     sent_at: float
     record: JobRecord
     config: Config
+    renews: bool
 
 
 class Fenced(msgspec.Struct, frozen=True):
@@ -71,19 +76,30 @@ class Proposer:
         self._refusing: set[Voter] = set()  # for good: their promises and ends are never taken back
         # Answers to an earlier attempt of this term, which come late, name none of its rounds.
         self._round = int.from_bytes(owner[:ROUND_BYTES])
-        self._open: dict[int, tuple[float, JobRecord, Config, set[Voter]]] = {}
+        self._open: dict[int, tuple[Decided, set[Voter]]] = {}  # what each round decides, and who has accepted it
+        self._granted_by: Config | None = None  # the group of the last decided round that renewed the lease
+        self.renews = True  # the last round
 
-    def propose(self, now: float) -> list[Send]:
-        """Start a round with the present record, group and holder."""
+    def propose(self, now: float, renew: bool = False) -> list[Send]:
+        """Start a round with the present record, group and holder. It renews the lease if asked to, or if the group has not
+        granted it yet, or if a round that renews it is undecided.
+        """
         self._round += 1
+        undecided = any(decided.renews for decided, _ in self._open.values())
+        self.renews = renew or undecided or self._granted_by != self.config
         if self.config.previous and not self._sought_at:
             self._sought_at = now  # a joint group of an earlier term
-        self._open[self._round] = (now, self.record, self.config, set())
+        self._open[self._round] = (Decided(now, self.record, self.config, self.renews), set())
         while len(self._open) > MAX_OPEN_ROUNDS:
             del self._open[min(self._open)]
         audience = dict.fromkeys([*self.config.nodes, *(voter.node for voter in self._removed)])
         new = {voter.node for voter in self._newcomers if voter not in self._answered}
         return [Send(node, self._accept(with_spec=node in new)) for node in audience]
+
+    def clock_stood(self) -> None:
+        """Count no answers to earlier rounds: the lease that they grant may be over."""
+        self._open.clear()
+        self._granted_by = None
 
     def asks(self, node: bytes) -> bool:
         """Tell whether this node is asked to accept rounds: answers of others count for nothing."""
@@ -154,7 +170,8 @@ class Proposer:
         entry = self._open.get(message.round) if message.term == self.term else None
         if entry is None:
             return None
-        sent_at, record, config, acks = entry
+        decided, acks = entry
+        config = decided.config
         if message.warrant and sender in self.config.nodes:
             self._warrants = {node: kept for node, kept in self._warrants.items() if self.asks(node) or not node}
             self._warrants[sender] = message.warrant
@@ -163,11 +180,13 @@ class Proposer:
             return None
         for number in [number for number in self._open if number <= message.round]:
             del self._open[number]
+        if decided.renews:
+            self._granted_by = config
         if config.previous and self.config == config:
             # Voters that were replaced learn it from the next rounds, and stop leading the job.
             self._removed = tuple(voter for voter in config.previous if voter not in config.members)
             self.config = config.settled()
-        return Decided(sent_at, record, config)
+        return decided
 
     def on_refused(self, sender: bytes, message: Refused) -> list[Send] | Fenced:
         if message.term != self.term:
@@ -196,6 +215,7 @@ class Proposer:
             spec=self.spec if with_spec else None,
             reconfiguration=self.reconfiguration,
             warrants=tuple(self._warrants.values())[:MOST_WARRANTS],
+            renews=self.renews,
         )
 
 

@@ -1,6 +1,6 @@
 """Runner: one attempt of a job on this node, with its lease, the commits of its checkpoints and its departure. No I/O.
 
-The runner owns the term that the leader handed over. Three times per lease it proposes its record to the witnesses. The lease
+The runner owns the term that the leader handed over. Three times per lease it renews the lease with a round. The lease
 counts from the *sending* of the round that a quorum accepted, less a margin, so it always ends here before it ends there
 (Gray and Cheriton 1989, "Leases"). After that the guest is frozen, or runs uncommitted if its spec allows; it continues if
 the group still accepts this term and is killed if it does not. States and transitions: docs/explanation/jobs.md.
@@ -116,7 +116,6 @@ class Runner:
         self.job = start.job
         self.state = "acquiring"
         self.lease_until = 0.0
-        self._counts_from = 0.0  # rounds sent earlier give no lease: the clock has stood still since
         self._tokens = TimerTokens(start.term)
         attempt = Attempt(
             number=start.record.next_attempt,
@@ -230,7 +229,7 @@ class Runner:
             return effects
         if joint and not self._proposer.config.previous:
             effects += self._propose(at)  # the new group learns that it decides alone
-        if self._proposer.holder is not None and decided.sent_at >= self._counts_from:
+        if self._proposer.holder is not None and decided.renews:
             until = decided.sent_at + self.spec.lease_s * HELD_SHARE
             if until > self.lease_until:
                 self.lease_until = until
@@ -318,7 +317,7 @@ class Runner:
                 self._vacate_reason = self._vacate_reason or reason
                 return [Kill(reason)] if self.state in STOPPABLE else []
             case ClockStood():
-                self._counts_from = at.now
+                self._proposer.clock_stood()
                 self.lease_until = min(self.lease_until, at.now)
                 return [self._allow(), *self._lease_ran_out(at), *self._propose(at), *self._deadline(at)]
             case CancelWanted():
@@ -407,9 +406,10 @@ class Runner:
 
     # --- the lease
 
-    def _propose(self, at: Instant) -> list[Effect]:
+    def _propose(self, at: Instant, renew: bool = False) -> list[Effect]:
+        sends = self._proposer.propose(at.now, renew)
         every = self.spec.lease_s / RENEWALS_PER_LEASE
-        return [*self._proposer.propose(at.now), self._timer("renew", at.now + every)]
+        return [*sends, self._timer("renew", at.now + every)] if self._proposer.renews else [*sends]
 
     def _allow(self) -> RunUntil:
         return RunUntil(self.lease_until if self.spec.on_partition == "freeze" else math.inf)
@@ -417,7 +417,7 @@ class Runner:
     def _renew(self, at: Instant) -> list[Effect]:
         if not self._ending:
             self._amend_attempt(seen_unix_ms=at.unix_ms)
-        return [*self._regroup(at), *self._propose(at)]
+        return [*self._regroup(at), *self._propose(at, renew=True)]
 
     def _lease_ran_out(self, at: Instant) -> list[Effect]:
         if self.holds_lease(at.now) or self.state != "running":

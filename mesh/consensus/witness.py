@@ -203,7 +203,8 @@ class Witness:
             owner=owner,
         )
         effects: list[Effect] = [saved] if saved.witness_record != witness_record else []
-        self.lease_until = now + self.spec.lease_s
+        if message.renews:
+            self.lease_until = now + self.spec.lease_s
         answer = Accepted(
             job=witness_record.job,
             term=message.term,

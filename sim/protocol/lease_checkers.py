@@ -18,7 +18,7 @@ DRIFT = 0.02  # of a member's clock against its runner's, at most
 
 
 class Round(msgspec.Struct):
-    """One request of a runner to its witnesses: until when its lease lasts, and the voters that have accepted it."""
+    """One request of a runner to its witnesses: until when it extends the lease, and the voters that have accepted it."""
 
     until: float
     config: Config
@@ -63,7 +63,7 @@ class LeaseChecker(JobChecker):
             leases[key] = Lease(message.term, message.owner, node, node.life, {})
         if message.round not in leases[key].rounds:
             until = world.kernel.now + HELD * world.specs[message.job].lease_s / node.rate
-            leases[key].rounds[message.round] = Round(until, message.config, set())
+            leases[key].rounds[message.round] = Round(until if message.renews else 0.0, message.config, set())
 
     def _accepted(self, world: JobsWorld, node: JobNode, to: bytes, message: Accepted) -> None:
         known = node.disk.witness_records.get(message.job)

@@ -144,6 +144,7 @@ class TestHome:
         world.begin()
         world.observe(view())
         world.now = 300.0
+        world.timer("renew")
         world.tell(GuestStarted(None))
         world.tell(CheckpointFound())
         world.tell(STORED)

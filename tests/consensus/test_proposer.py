@@ -66,9 +66,60 @@ def test_decided_is_what_the_round_carried() -> None:
     proposer.record = SECOND
     proposer.propose(6.0)
     proposer.on_accepted(A, accepted(1))
-    assert proposer.on_accepted(B, accepted(1)) == Decided(5.0, FIRST, GROUP)
+    assert proposer.on_accepted(B, accepted(1)) == Decided(5.0, FIRST, GROUP, renews=True)
     proposer.on_accepted(A, accepted(2))
-    assert proposer.on_accepted(B, accepted(2)) == Decided(6.0, SECOND, GROUP)
+    assert proposer.on_accepted(B, accepted(2)) == Decided(6.0, SECOND, GROUP, renews=True)
+
+
+def renews(proposer: Proposer, now: float, renew: bool = False) -> bool:
+    """Propose, and tell whether the round renews the lease."""
+    (answer,) = {accept.renews for accept in accepts(proposer.propose(now, renew)).values()}
+    return answer
+
+
+def decide(proposer: Proposer, number: int) -> Decided:
+    decided = [proposer.on_accepted(node, accepted(number)) for node in (A, B)][-1]
+    assert decided is not None
+    return decided
+
+
+def test_round_renews_the_lease_until_one_has() -> None:
+    proposer = make_proposer()
+    assert renews(proposer, 0.0) and renews(proposer, 1.0), "none is decided"
+    assert decide(proposer, 1).renews
+    assert renews(proposer, 2.0), "the second one is undecided"
+    assert decide(proposer, 3).renews
+    assert not renews(proposer, 3.0)
+    assert not decide(proposer, 4).renews
+    assert renews(proposer, 4.0, renew=True)
+    assert decide(proposer, 5).renews
+    assert not renews(proposer, 5.0)
+
+
+def test_group_that_has_not_granted_the_lease_renews_it() -> None:
+    proposer = make_proposer()
+    proposer.propose(0.0)
+    decide(proposer, 1)
+    view = make_view(A, (A, B, D))
+    proposer.regroup(view, 1.0)
+    proposer.on_introduced(D, Introduced(JOB, DISK), 1.0)
+    joint = accepts(proposer.regroup(view, 1.0))
+    assert all(accept.renews and accept.config.previous for accept in joint.values())
+    decide(proposer, 2)
+    assert not proposer.config.previous
+    assert renews(proposer, 2.0), "the members of the new group alone"
+    assert decide(proposer, 3).renews
+    assert not renews(proposer, 3.0)
+
+
+def test_round_renews_the_lease_after_the_clock_stood() -> None:
+    proposer = make_proposer()
+    proposer.propose(0.0)
+    decide(proposer, 1)
+    proposer.propose(1.0, renew=True)
+    proposer.clock_stood()
+    assert [proposer.on_accepted(node, accepted(2)) for node in (A, B)] == [None] * 2
+    assert renews(proposer, 2.0)
 
 
 def test_acceptance_of_another_disk_is_no_vote() -> None:
@@ -118,11 +169,11 @@ def test_round_is_decided_by_the_group_that_it_names() -> None:
     joint = proposer.config
     assert joint.previous == GROUP.members and set(joint.members) == set(voters(A, D, E))
     proposer.on_accepted(A, accepted(1))
-    assert proposer.on_accepted(B, accepted(1)) == Decided(0.0, FIRST, GROUP)
+    assert proposer.on_accepted(B, accepted(1)) == Decided(0.0, FIRST, GROUP, renews=True)
     assert [proposer.on_accepted(node, accepted(2)) for node in (A, D, E)] == [None] * 3, (
         "one of three of the old group"
     )
-    assert proposer.on_accepted(C, accepted(2)) == Decided(0.0, FIRST, joint)
+    assert proposer.on_accepted(C, accepted(2)) == Decided(0.0, FIRST, joint, renews=True)
     assert proposer.config == joint.settled()
 
 
@@ -163,7 +214,9 @@ def test_group_with_a_silent_newcomer_is_given_up() -> None:
     old = accepts(proposer.regroup(make_view(A, (A, B, D)), ANSWER_S))
     assert set(old) == {A, B, C, D}, "the newcomer is told too"
     assert proposer.config == Config(joint.number + 1, TERM, GROUP.members)
-    assert proposer.on_accepted(B, accepted(1)) == Decided(0.0, FIRST, joint), "a late answer decides the joint round"
+    assert proposer.on_accepted(B, accepted(1)) == Decided(0.0, FIRST, joint, renews=True), (
+        "a late answer decides the joint round"
+    )
     assert proposer.config.members == GROUP.members and proposer.config.order > joint.order, "and changes no group"
     soon, later = ANSWER_S + 1.0, ANSWER_S + UNFIT_S
     assert proposer.regroup(make_view(A, (A, B, D)), soon) == [], "it is left alone for a while"

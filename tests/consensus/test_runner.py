@@ -446,6 +446,19 @@ def test_lease_counts_from_the_question_less_a_margin() -> None:
     assert runner.lease_until == until and RunUntil(until) in effects
 
 
+def test_commit_neither_renews_the_lease_nor_puts_its_renewal_off() -> None:
+    world = running()
+    due, until = renewal(world), world.runner.lease_until
+    ends = {node: witness.lease_until for node, witness in world.witnesses.items()}
+    world.now += 1.0
+    world.tell(CheckpointFound())
+    assert Committed in kinds(world.tell(STORED))
+    assert world.runner.lease_until == until and renewal(world) == due
+    assert {node: witness.lease_until for node, witness in world.witnesses.items()} == ends
+    world.timer("renew")
+    assert world.runner.lease_until == world.now + world.spec.lease_s * HELD_SHARE
+
+
 def test_lost_renewal_costs_no_lease() -> None:
     world = running()
     world.silent = {A, B, C}

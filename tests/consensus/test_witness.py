@@ -71,6 +71,15 @@ def test_unchanged_renewal_writes_nothing() -> None:
     assert witness.lease_until == 5.0 + witness.spec.lease_s
 
 
+def test_round_that_does_not_renew_leaves_the_lease_as_it_is() -> None:
+    witness, writes = make_witness(), msgspec.structs.replace(accept(1, D), renews=False)
+    assert isinstance(answer(witness.handle(D, writes, 0.0)), Accepted)
+    assert witness.lease_left_s(0.0) == 0.0, "it grants none"
+    witness.handle(D, accept(1, D), 1.0)
+    assert isinstance(answer(witness.handle(D, writes, 5.0)), Accepted)
+    assert witness.lease_until == 1.0 + witness.spec.lease_s
+
+
 def test_lease_is_granted_only_to_its_sender() -> None:
     assert isinstance(answer(make_witness().handle(D, accept(1, E), 0.0)), Refused)
 
@@ -252,9 +261,14 @@ class Adversary(RuleBasedStateMachine):
         client.proposer.record = client.proposer.record.with_attempt(attempt)
         self._propose(client)
 
-    def _propose(self, client: Client) -> None:
+    @rule(name=st.sampled_from([D, E]))
+    def renews(self, name: bytes) -> None:
+        if self.clients[name].proposer is not None:
+            self._propose(self.clients[name], renew=True)
+
+    def _propose(self, client: Client, renew: bool = False) -> None:
         assert client.proposer is not None
-        self.wire += [(client.name, send.to, send.message) for send in client.proposer.propose(self.now)]
+        self.wire += [(client.name, send.to, send.message) for send in client.proposer.propose(self.now, renew)]
 
     @precondition(lambda self: self.wire)
     @rule(data=st.data(), keep=st.booleans())
@@ -282,7 +296,8 @@ class Adversary(RuleBasedStateMachine):
             decided = client.proposer.on_accepted(source, message)
             if isinstance(decided, Decided):
                 self.decided.append((client.term, decided.record))
-                client.lease_until = max(client.lease_until, decided.sent_at + self.spec.lease_s * HELD_SHARE)
+                if decided.renews:
+                    client.lease_until = max(client.lease_until, decided.sent_at + self.spec.lease_s * HELD_SHARE)
         elif isinstance(message, Refused) and message.needs_spec and client.proposer is None:
             if (
                 Voter(source, message.disk) in GROUP.everyone
