@@ -424,13 +424,13 @@ class Admission:
 
     def _decide_elsewhere(self) -> None:
         now_unix, trust = self._clock.unix(), self._core.trust
-        for record in list(self._core.records.section(INVITED, now_unix)):
+        for record in self._core.records.section(INVITED, now_unix):
             for entry in decode_pending(record.body, MAX_INVITED):
                 if self._is_open(entry.node, now_unix):
                     self._try(partial(self._decide_invited, entry))
         if not self._may_admit():
             return
-        for record in list(self._core.records.section(ENDORSED, now_unix)):
+        for record in self._core.records.section(ENDORSED, now_unix):
             endorser = trust.credentials(record.node, now_unix)
             for one in decode_endorsements(record.body):
                 if endorser is None or not self._is_open(one.node, now_unix):

@@ -4,7 +4,7 @@ Whole replacement needs no tombstones: an entry absent from the next version is 
 deterministic: no node can spread an expired record again (a problem of scuttlebutt and chitchat, chitchat issue 161).
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from hashlib import blake2b
 from typing import Literal
 
@@ -125,14 +125,14 @@ class RecordTable:
         record = self._records.get(node, {}).get(section)
         return record if record is not None and record.not_after_unix > now_unix else None
 
-    def section(self, prefix: str, now_unix: float) -> Iterator[Record]:
-        """Yield the records of this section, or of all sections below `prefix` if it ends with a slash."""
-        for sections in list(self._records.values()):
-            for record in list(sections.values()):
-                if record.not_after_unix <= now_unix:
-                    continue
-                if record.section == prefix or (prefix.endswith("/") and record.section.startswith(prefix)):
-                    yield record
+    def section(self, prefix: str, now_unix: float) -> list[Record]:
+        """Return the records of this section, or of all sections below `prefix` if it ends with a slash."""
+        if prefix.endswith("/"):
+            each = (sections.items() for sections in self._records.values())
+            found = [record for sections in each for name, record in sections if name.startswith(prefix)]
+        else:
+            found = [sections[prefix] for sections in self._records.values() if prefix in sections]
+        return [record for record in found if record.not_after_unix > now_unix]
 
     def expire(self, now_unix: float) -> list[Record]:
         """Drop and return expired records."""

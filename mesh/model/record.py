@@ -221,12 +221,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def everyone(self) -> tuple[Voter, ...]:
+        if not self.previous:
+            return self.members
         return self.members + tuple(voter for voter in self.previous if voter not in self.members)
 
     @property
     def nodes(self) -> tuple[bytes, ...]:
         """Return the nodes of the group, each once."""
-        return tuple(dict.fromkeys(voter.node for voter in self.everyone))
+        return tuple(dict.fromkeys([voter.node for voter in self.everyone]))
 
     def quorum(self, acks: Set[Voter]) -> bool:
         """Tell whether these voters decide for the group."""
