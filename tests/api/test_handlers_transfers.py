@@ -176,8 +176,10 @@ async def test_interrupted_copy_is_invisible_and_resumes(world: World) -> None:
     cut = asyncio.create_task(replicator.replicate(saved.id, [PEER], [], 1))
     while link.carried < 20 * MB:
         await asyncio.sleep(0.01)
+    (copy,) = [task for task in asyncio.all_tasks() if task.get_name().startswith("copy to")]
     cut.cancel()
-    await asyncio.gather(cut, return_exceptions=True)
+    await asyncio.gather(cut, copy, return_exceptions=True)
+    assert copy.cancelled()
     async with asyncio.timeout(60):
         while len(keeper.store.missing(saved.manifest.chunks)) == len(saved.manifest.chunks):
             await asyncio.sleep(0.05)

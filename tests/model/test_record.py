@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mesh.consensus.proposer import healthy_group
@@ -87,6 +87,7 @@ def test_quorums_of_consecutive_groups_intersect(
 
 
 @given(groups, st.sets(st.sampled_from(NODES)), st.sets(st.sampled_from(NODES)))
+@example(tuple(NODES[:5]), set(NODES), set())
 def test_healthy_group_is_odd_and_keeps_live_members(
     members: tuple[bytes, ...], alive: set[bytes], leaving: set[bytes]
 ) -> None:
