@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mesh; files start in the order of tests/conftest.py.
 WORKERS ?= 4
 
-.PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary bench-images clean
+.PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-scale bench-adversary bench-images clean
 
 # A smaller environment than the tests', unless theirs is there.
 demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
@@ -127,6 +127,9 @@ bench-placement: venv
 # Floods at the port between nodes, and the cost of a call. Three minutes; `BENCH_ARGS=--quick` sends a tenth.
 bench-adversary: venv
 	$(PYTHON) tests/bench/adversary.py $(BENCH_ARGS)
+
+bench-scale: venv
+	$(PYTHON) tests/bench/scale.py $(BENCH_ARGS)
 
 # Compares with SimPy (PyPI). An hour; `BENCH_ARGS="--quick --seeds 0"` takes five minutes. `--python PATH` compares digests with
 # another Python.

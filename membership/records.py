@@ -34,13 +34,20 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True):
+    """A record and its sealed form, which holds the body from `start` for `size` bytes: a table of thousands keeps it once."""
+
     node: bytes
     epoch: int
     version: int
     section: str
     not_after_unix: int
-    body: bytes
     sealed: bytes
+    start: int
+    size: int
+
+    @property
+    def body(self) -> bytes:
+        return self.sealed[self.start : self.start + self.size]
 
     @property
     def order(self) -> tuple[int, int]:
@@ -111,8 +118,11 @@ class RecordTable:
             return "unknown author"
         if body.section.startswith(STATEMENTS) and not self._apply_statements(body.body, now_unix):
             return "invalid"
-        record = Record(node, body.epoch, body.version, body.section, body.not_after_unix, body.body, sealed)
         sections = self._records.get(node)
+        if sections:
+            node = next(iter(sections.values())).node  # one object for all
+        start, size = sealed.rfind(body.body), len(body.body)
+        record = Record(node, body.epoch, body.version, body.section, body.not_after_unix, sealed, start, size)
         known = sections.get(body.section) if sections is not None else None
         if known is not None and record.order <= known.order:
             return "outlives" if body.not_after_unix > known.not_after_unix else "not newer"

@@ -64,7 +64,7 @@ def catalogue(campus: Campus, root: Path, identity: Identity, *chains: bytes, no
 
 
 def record(body: bytes, node: bytes = b"r" * 32) -> Record:
-    return Record(node, 1, 1, "images", 2**40, body, b"")
+    return Record(node, 1, 1, "images", 2**40, body, 0, len(body))
 
 
 WORD = Entry("pytorch", 1, True, A)
