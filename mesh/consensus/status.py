@@ -3,7 +3,9 @@
 Every witness and the runner publish their view as a membership section; a reader takes the most advanced one.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
+from functools import lru_cache
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -16,6 +18,8 @@ from mesh.model.spec import ArrayPlace
 from placement.advert import WHOLE, Count, Percent, Portion
 from placement.allocation import gpu_percent
 from placement.queue import Waiting
+
+T = TypeVar("T", bound=Hashable)
 
 SHOWN_AS = {
     "acquiring": "starting",
@@ -144,9 +148,29 @@ def encode_status(status: JobStatus) -> bytes:
 def decode_status(data: bytes) -> JobStatus | None:
     """Decode a status; None for anything else, such as a newer version."""
     try:
-        return _decoder.decode(data)
+        status = _decoder.decode(data)
     except MALFORMED:
         return None
+    # A node may know thousands of jobs. They name the same few nodes and users, which take half of their memory otherwise.
+    replace = msgspec.structs.replace
+    return replace(
+        status,
+        user=_shared(status.user),
+        submitter=_shared(status.submitter),
+        state=_shared(status.state),
+        config=_shared(replace(status.config, members=tuple(map(_shared, status.config.members)))),
+        attempts=tuple(replace(one, node=_shared(one.node), nick=_shared(one.nick)) for one in status.attempts),
+    )
+
+
+def _shared(value: T) -> T:
+    """Return one object for all equal values."""
+    return cast(T, _first(value))
+
+
+@lru_cache(maxsize=8192)
+def _first(value: Hashable) -> Hashable:
+    return value
 
 
 def status_of(
