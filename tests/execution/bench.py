@@ -1,6 +1,7 @@
 """Test helpers for all engines: an engine with the directories of an attempt, and observation of its guests."""
 
 import asyncio
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from mesh.execution.engine import Engine, Guest, Launch
 
-WAIT_S = 60.0
+WAIT_S = float(os.environ.get("MESH_TEST_WAIT_S", "60"))  # for a condition; emulated machines need longer
 LOOP = "while :; do sleep 0.05; done"
 COUNT = "while :; do echo step >> $MESH_OUT_DIR/steps; sleep 0.01; done"
 

@@ -226,7 +226,7 @@ async def test_only_the_guest_over_memory_limit_ends(bench: Bench) -> None:
     else:
         script, limit = f"{sys.executable} -c 'bytearray(400 << 20)'", 256
     guest = await bench.shell(f"{script}; exit $?", memory_mib=limit)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         end = await guest.wait()
     assert end.code != 0
     if bench.image:

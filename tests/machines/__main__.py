@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tests.machines import checks
@@ -42,71 +44,103 @@ def main() -> None:
     if missing := tools_missing():
         sys.exit(f"not installed: {', '.join(missing)}; see the head of {__file__}")
     PLACE.mkdir(parents=True, exist_ok=True)
-    suites, parts = options.only or SUITES, options.part or PARTS
-    results: dict[str, Any] = (
-        json.loads(RESULTS.read_text()) if RESULTS.exists() else {"engines": [], "limits": [], "mesh": []}
-    )
-    begun, failed = time.monotonic(), False
-    for suite in suites:
-        try:
-            place, kept, built = PLACE / suite, (PLACE / suite / "disk").exists() and options.keep, wheel()
-            if not kept:
-                told(f"{suite}: building its disk")
-                build(place, suite, built)
-            try_suite(suite, place, parts, results, built if kept else None)
-        except Failed as error:
-            failed = True
-            told(f"{suite}: {error}")
-            results["mesh"] = [*results["mesh"], f"{suite}: {str(error)[:300]}"]
-        save(results)
-    bad = [row for row in results["engines"] if set(row["contract"].values()) - {"ok"}]
-    told(f"{PAGE} written after {(time.monotonic() - begun) / 60:.0f} minutes")
-    sys.exit(1 if failed or bad else 0)
-
-
-def try_suite(
-    suite: str, place: Path, parts: tuple[str, ...], results: dict[str, Any], wheel_to_install: Path | None
-) -> None:
-    """Try one system; its second machine, with containerd's image store, is on the same disk."""
-    cable = free_port()
+    parts, made, begun = options.part or PARTS, wheel(), time.monotonic()
+    tried, cable = Tried(), free_port()
     with ExitStack() as stack:
-        one = Machine(place, f"{suite}-a", 1, f"listen=127.0.0.1:{cable}")
-        machines = [one]
-        if suite == "sid" and "mesh" in parts:
-            machines.append(Machine(place, f"{suite}-b", 2, f"connect=127.0.0.1:{cable}"))
-        for machine in machines:
-            stack.callback(machine.close)
-            machine.start()
-        for machine in machines:
+        machines, old = list[Machine](), set[str]()
+        for suite in options.only or SUITES:
+            with tried.noting(suite):
+                place = PLACE / suite
+                kept = options.keep and (place / "disk").exists()
+                if not kept:
+                    told(f"{suite}: building its disk")
+                    build(place, suite, made)
+                end = f"{'connect' if machines else 'listen'}=127.0.0.1:{cable}"
+                machine = Machine(place, suite, len(machines) + 1, end)
+                stack.callback(machine.close)
+                machine.start()
+                machines.append(machine)
+                old |= {suite} if kept else set()
+        machines = [machine for machine in machines if tried.boot(machine, made if machine.name in old else None)]
+        if "mesh" in parts:
+            tried.mesh(machines)
+        with ThreadPoolExecutor(len(SUITES)) as pool:  # each mostly waits, or uses one processor
+            list(pool.map(lambda machine: tried.alone(machine, parts), machines))
+    told(f"{PAGE} written after {(time.monotonic() - begun) / 60:.0f} minutes")
+    sys.exit(0 if tried.passed() else 1)
+
+
+class Tried:
+    """The results so far, by earlier runs too. Each is kept, and the page written, as it comes."""
+
+    def __init__(self) -> None:
+        self._results: dict[str, Any] = {"engines": [], "limits": [], "mesh": [], "failed": {}}
+        if RESULTS.exists():
+            self._results |= json.loads(RESULTS.read_text())
+        self._lock = Lock()
+
+    def passed(self) -> bool:
+        answers = {answer for row in self._results["engines"] for answer in row["contract"].values()}
+        return answers == {"ok"} and not self._results["failed"]
+
+    @contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """Note a failure of `what` instead of raising it."""
+        with self._lock:
+            self._results["failed"].pop(what, None)
+        try:
+            yield
+        except Failed as error:
+            told(f"{what}: {error}")
+            with self._lock:
+                self._results["failed"][what] = f"{str(error)[:600]} ({commit()})"
+                self._save()
+
+    def boot(self, machine: Machine, wheel_to_install: Path | None) -> bool:
+        """Wait until it is up, and install the wheel if its disk has an earlier one; return whether it is of use."""
+        with self.noting(machine.name):
             machine.wait()
             told(f"{machine.name}: booted")
             if wheel_to_install is not None:
                 machine.install(wheel_to_install)
-        one.send(ROOT, ("tests", "pyproject.toml"), checks.SUITE)
-        known = checks.facts(one)
-        told(f"{one.name}: {known}")
-        name = {"system": known["system"], "kernel": known["kernel"], "commit": commit()}
-        if "mesh" in parts and len(machines) == 2:
-            results["mesh"] = [f"{line} ({commit()})" for line in attempted(lambda: two_machines(*machines))]
-            save(results)
-        for other in machines[1:]:
-            other.close()
-        if "engines" in parts:
-            for engine, answers in all_engines(one, known):
-                put(results["engines"], {**name, "engine": engine, "contract": answers}, "engine")
-                save(results)
-                told(f"{one.name}: {engine}: {answers}")
-        if "limits" in parts:
-            for row in all_limits(one):
-                put(results["limits"], {**name, **row}, "how")
-                save(results)
-                told(f"{one.name}: {row}")
+            return True
+        return False
 
+    def mesh(self, machines: list[Machine]) -> None:
+        self._results["mesh"] = []
+        with self.noting("a mesh of two machines"):
+            if len(machines) < 2:
+                raise Failed("there was one machine, or none")
+            for line in two_machines(*machines):
+                told(line)
+                self._results["mesh"].append(f"{line} ({commit()})")
+        with self._lock:
+            self._save()
 
-def put(rows: list[dict[str, Any]], row: dict[str, Any], key: str) -> None:
-    """Add a row, in the place of an earlier one about the same."""
-    rows[:] = [old for old in rows if (old["system"], old[key]) != (row["system"], row[key])]
-    rows.append(row)
+    def alone(self, machine: Machine, parts: Sequence[str]) -> None:
+        """Try each engine of a machine, and the limits that a daemon gets there."""
+        with self.noting(machine.name):
+            machine.send(ROOT, ("tests", "pyproject.toml"), checks.SUITE)
+            known = checks.facts(machine)
+            told(f"{machine.name}: {known}")
+            name = {"system": known["system"], "kernel": known["kernel"], "commit": commit()}
+            for engine, answers in all_engines(machine, known) if "engines" in parts else ():
+                self._put("engines", {**name, "engine": engine, "contract": answers}, "engine")
+            for row in all_limits(machine) if "limits" in parts else ():
+                self._put("limits", {**name, **row}, "how")
+
+    def _put(self, table: str, row: dict[str, Any], key: str) -> None:
+        """Add a row, in the place of an earlier one about the same."""
+        told(str(row))
+        with self._lock:
+            rows = self._results[table]
+            rows[:] = [old for old in rows if (old["system"], old[key]) != (row["system"], row[key])]
+            rows.append(row)
+            self._save()
+
+    def _save(self) -> None:
+        RESULTS.write_text(json.dumps(self._results, indent=1))
+        PAGE.write_text(page(self._results, time.strftime("%Y-%m-%d"), commit()))
 
 
 def all_limits(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -149,36 +183,22 @@ def all_engines(machine: Machine, known: dict[str, str]) -> Iterator[tuple[str, 
     yield f"Podman {known['podman']}, as root", checks.contract(machine, checks.CONTAINERS, PODMAN)
 
 
-def two_machines(one: Machine, two: Machine) -> list[str]:
+def two_machines(one: Machine, two: Machine) -> Iterator[str]:
+    """Found a mesh of two machines, move a job between them, and stop it; yield what was seen."""
     checks.use_store(one, containerd=False)
     checks.use_store(two, containerd=True)
-    checks.mesh_of_two(one, two)
-    lines = [
-        f"{one.name} (overlay2) founded a mesh over a cable, and {two.name} (containerd's store) joined it by an invite."
-    ]
-    told(lines[0])
-    found = checks.reclaimed_job_continues(one, two)
-    told(str(found))
-    lines.append(
-        f"A job in an image that only {one.name} had was reclaimed there. {found['took_s']} s later it ran on {two.name}, which "
-        f"had fetched the image, from step {found['resumed_at']}. Its attempts: {', '.join(found['nodes'])}; outcome: "
-        f"{found['outcome']}; it counted to {checks.STEPS}: {'yes' if found['whole'] else 'no'}."
-    )
-    return lines
-
-
-def attempted(work: Callable[[], list[str]]) -> list[str]:
     try:
-        return work()
-    except Failed as error:
-        told(str(error))
-        return [f"**no**: {' '.join(str(error).split())[:600]}"]
-
-
-def save(results: dict[str, Any]) -> None:
-    """Keep the results so far, and write the page."""
-    RESULTS.write_text(json.dumps(results, indent=1))
-    PAGE.write_text(page(results, time.strftime("%Y-%m-%d"), commit()))
+        checks.mesh_of_two(one, two)
+        yield f"{one.name} (overlay2) founded a mesh over a cable, and {two.name} (containerd's store) joined it by an invite."
+        found = checks.reclaimed_job_continues(one, two)
+        yield (
+            f"A job in an image that only {one.name} had was reclaimed there. {found['took_s']} s later it ran on {two.name}, "
+            f"which had fetched the image, from step {found['resumed_at']}. Its attempts: {', '.join(found['nodes'])}; outcome: "
+            f"{found['outcome']}; it counted to {checks.STEPS}: {'yes' if found['whole'] else 'no'}."
+        )
+    finally:
+        for machine in (one, two):
+            machine.run("mesh down", check=False)
 
 
 def wheel() -> Path:

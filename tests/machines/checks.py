@@ -16,7 +16,7 @@ from tests.machines.machine import Failed, Machine
 PYTHON = "/opt/pipx/venvs/campus-mesh/bin/python"
 SUITE = "/opt/suite"
 CORE = ("logs", "files", "exec", "freeze", "kill", "limits", "network")
-TESTS_S, WAIT_S = 1500.0, 600.0
+TESTS_S, WAIT_S, CONDITION_S = 1500.0, 600.0, 240
 ENGINES, SESSIONS, ESCAPES, GROUPS = (
     f"tests/execution/test_{name}.py" for name in ("engines", "sessions", "escapes", "groups")
 )
@@ -73,8 +73,8 @@ def contract(
     """Run the tests; return, for each aspect, "ok", or why not."""
     wanted = " ".join(f"'{test}'" for group in tests.values() for test in group)
     command = (
-        f"cd {SUITE} && rm -f ~/junit.xml && {within} env {env} PYTHONDONTWRITEBYTECODE=1 {PYTHON} -m pytest -q "
-        f"-p no:cacheprovider --timeout 600 --junitxml ~/junit.xml {wanted}"
+        f"cd {SUITE} && rm -f ~/junit.xml && {within} env {env} MESH_TEST_WAIT_S={CONDITION_S} PYTHONDONTWRITEBYTECODE=1 "
+        f"{PYTHON} -m pytest -q -p no:cacheprovider --timeout 600 --junitxml ~/junit.xml {wanted}"
     )
     done = machine.run(command, user=user, check=False, timeout_s=TESTS_S)
     report = machine.run("cat ~/junit.xml", user=user, check=False).stdout

@@ -25,8 +25,9 @@ def test_page_gives_a_reason_for_each_no() -> None:
         "engine": "process",
         "contract": {"logs": "ok", "kill": "failure: no | group"},
     }
-    text = page({"engines": [row], "limits": [], "mesh": ["**no**: it failed"]}, "2026-01-01", "abc")
+    results = {"engines": [row], "limits": [], "mesh": [], "failed": {"trixie": "it does not boot"}}
+    text = page(results, "2026-01-01", "abc")
     (line,) = [line for line in text.splitlines() if "| process |" in line]
     assert line.count("yes") == 1 and line.count("no (") == 1
     assert line.count("not tried (") == len(CORE) - 2
-    assert "failure: no \\| group" in text and "did not run" in text and "it failed" in text
+    assert "failure: no \\| group" in text and "did not run" in text and "- trixie: it does not boot" in text
