@@ -61,10 +61,11 @@ def main() -> None:
                 machine.start()
                 machines.append(machine)
                 old |= {suite} if kept else set()
-        machines = [machine for machine in machines if tried.boot(machine, made if machine.name in old else None)]
-        if "mesh" in parts:
-            tried.mesh(machines)
         with ThreadPoolExecutor(len(SUITES)) as pool:  # each mostly waits, or uses one processor
+            up = pool.map(lambda machine: tried.boot(machine, made if machine.name in old else None), machines)
+            machines = [machine for machine, is_up in zip(machines, list(up), strict=True) if is_up]
+            if "mesh" in parts:
+                tried.mesh(machines)
             list(pool.map(lambda machine: tried.alone(machine, parts), machines))
     told(f"{PAGE} written after {(time.monotonic() - begun) / 60:.0f} minutes")
     sys.exit(0 if tried.passed() else 1)
@@ -185,8 +186,8 @@ def all_engines(machine: Machine, known: dict[str, str]) -> Iterator[tuple[str, 
 
 def two_machines(one: Machine, two: Machine) -> Iterator[str]:
     """Found a mesh of two machines, move a job between them, and stop it; yield what was seen."""
-    checks.use_store(one, containerd=False)
-    checks.use_store(two, containerd=True)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(checks.use_store, (one, two), (False, True)))
     try:
         checks.mesh_of_two(one, two)
         yield f"{one.name} (overlay2) founded a mesh over a cable, and {two.name} (containerd's store) joined it by an invite."

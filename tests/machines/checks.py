@@ -104,7 +104,10 @@ def _ended(report: str) -> dict[str, str]:
 def use_store(machine: Machine, containerd: bool) -> None:
     """Let Docker keep its images in containerd's store, or in its own (overlay2)."""
     setting = json.dumps({"features": {"containerd-snapshotter": containerd}})
-    machine.run(f"mkdir -p /etc/docker && echo '{setting}' > /etc/docker/daemon.json && systemctl restart docker")
+    file = "/etc/docker/daemon.json"
+    machine.run(
+        f"grep -qsF '{setting}' {file} || {{ mkdir -p /etc/docker && echo '{setting}' > {file} && systemctl restart docker; }}"
+    )
 
 
 def limits_of(machine: Machine, user: str, start: str) -> dict[str, Any]:
