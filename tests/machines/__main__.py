@@ -82,7 +82,7 @@ class Tried:
 
     def passed(self) -> bool:
         answers = {answer for row in self._results["engines"] for answer in row["contract"].values()}
-        return answers == {"ok"} and not self._results["failed"]
+        return answers <= {"ok"} and not self._results["failed"]
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
