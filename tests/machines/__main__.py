@@ -45,7 +45,7 @@ def main() -> None:
         sys.exit(f"not installed: {', '.join(missing)}; see the head of {__file__}")
     PLACE.mkdir(parents=True, exist_ok=True)
     parts, made, begun = options.part or PARTS, wheel(), time.monotonic()
-    tried, cable = Tried(), free_port()
+    tried, ports = Tried(), (free_port(), free_port())
     with ExitStack() as stack:
         machines, old = list[Machine](), set[str]()
         for suite in options.only or SUITES:
@@ -55,8 +55,9 @@ def main() -> None:
                 if not kept:
                     told(f"{suite}: building its disk")
                     build(place, suite, made)
-                end = f"{'connect' if machines else 'listen'}=127.0.0.1:{cable}"
-                machine = Machine(place, suite, len(machines) + 1, end)
+                here, there = reversed(ports) if machines else ports
+                cable = f"udp=127.0.0.1:{there},localaddr=127.0.0.1:{here}"  # TCP would need the other machine to listen already
+                machine = Machine(place, suite, len(machines) + 1, cable)
                 stack.callback(machine.close)
                 machine.start()
                 machines.append(machine)
@@ -221,7 +222,9 @@ def commit() -> str:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    """Return a free port of UDP."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
+        free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 

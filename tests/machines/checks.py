@@ -60,7 +60,7 @@ def facts(machine: Machine) -> dict[str, str]:
     echo "kernel=$(uname -r)"
     echo "systemd=$(systemctl --version | awk 'NR == 1 {print $2}')"
     echo "python=$(python3 -c 'import platform; print(platform.python_version())')"
-    echo "docker=$(docker version --format '{{.Server.Version}}')"
+    echo "docker=$(dockerd --version | awk '{print $3}' | tr -d ,)"
     echo "podman=$(podman version --format '{{.Version}}')"
     echo "groups=$(stat -fc %T /sys/fs/cgroup)"
     """

@@ -239,7 +239,11 @@ class Machine:
             "BatchMode": "yes",
         }
         if user == "root":  # one login for all commands: each takes four to twelve seconds under emulation
-            options |= {"ControlMaster": "auto", "ControlPersist": "600", "ControlPath": str(self._place / f"login-{self._port}")}
+            options |= {
+                "ControlMaster": "auto",
+                "ControlPersist": "600",
+                "ControlPath": str(self._place / f"login-{self._port}"),
+            }
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         login = ["ssh", *words, "-i", str(self._place / "key"), "-p", str(self._port), f"{user}@127.0.0.1", command]
         try:
