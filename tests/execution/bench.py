@@ -74,8 +74,15 @@ def steps_taken(bench: Bench) -> int:
     return path.read_text().count("step\n") if path.exists() else 0
 
 
+async def beyond(bench: Bench, steps: int) -> None:
+    """Wait until the guest has taken more steps than these."""
+    async with asyncio.timeout(WAIT_S):
+        while steps_taken(bench) <= steps:
+            await asyncio.sleep(0.01)
+
+
 async def steps_when_stopped(bench: Bench) -> int:
-    """Wait until no step comes within the time of fifty steps; return the number of steps."""
+    """Wait until no step comes within the time of fifty steps; return the number of steps, which must not be zero."""
     async with asyncio.timeout(WAIT_S):
         while True:
             before = steps_taken(bench)

@@ -22,6 +22,7 @@ from tests.execution.bench import (
     LOOP,
     WAIT_S,
     Bench,
+    beyond,
     containers,
     processes_with,
     steps_taken,
@@ -178,12 +179,6 @@ async def test_lease_ends_without_daemon(bench: Bench) -> None:
     assert boot_s() >= lease and await steps_when_stopped(bench) > 3, "the guest ran until the lease ended"
     guest.allow_until(boot_s() - 5.0)
     assert await steps_when_stopped(bench), "a lease in the past changes nothing"
-
-
-async def beyond(bench: Bench, steps: int) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while steps_taken(bench) <= steps:
-            await asyncio.sleep(0.01)
 
 
 async def test_guest_stopped_by_signal_can_be_killed(bench: Bench) -> None:
