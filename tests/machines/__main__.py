@@ -1,6 +1,6 @@
 """Build, boot and try the machines, and write docs/platforms.md.
 
-    python -m tests.machines [--only sid] [--keep] [--part engines|limits|mesh]
+    python -m tests.machines [--only sid] [--keep] [--part mesh|processes|containers|limits]
 
 Needs root, the network, and Debian's mmdebstrap, qemu-system-x86, qemu-utils, e2fsprogs and openssh-client.
 """
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build" / "machines"
 RESULTS, PAGE = PLACE / "results.json", ROOT / "docs" / "platforms.md"
 SUITES = ("sid", "trixie")
-PARTS = ("engines", "limits", "mesh")
+PARTS = ("mesh", "processes", "containers", "limits")
 INIT = "mesh init home --nick home && mesh up --lend --no-mdns --port 7473 --api-port 7474"
 PODMAN = "DOCKER_HOST=unix:///run/podman/podman.sock"
 ROOTLESS = (
@@ -126,7 +126,7 @@ class Tried:
             known = checks.facts(machine)
             told(f"{machine.name}: {known}")
             name = {"system": known["system"], "kernel": known["kernel"], "commit": commit()}
-            for engine, answers in all_engines(machine, known) if "engines" in parts else ():
+            for engine, answers in all_engines(machine, known, parts):
                 self._put("engines", {**name, "engine": engine, "contract": answers}, "engine")
             for row in all_limits(machine) if "limits" in parts else ():
                 self._put("limits", {**name, **row}, "how")
@@ -173,10 +173,13 @@ def all_limits(machine: Machine) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def all_engines(machine: Machine, known: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+def all_engines(machine: Machine, known: dict[str, str], parts: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each engine of the machine with the contract's answers."""
-    scope = "systemd-run --scope --quiet -p Delegate=yes"
-    yield "process", checks.contract(machine, checks.PROCESSES, within=scope)
+    if "processes" in parts:
+        scope = "systemd-run --scope --quiet -p Delegate=yes"
+        yield "process", checks.contract(machine, checks.PROCESSES, within=scope)
+    if "containers" not in parts:
+        return
     checks.use_store(machine, containerd=False)
     yield f"Docker {known['docker']}, overlay2", checks.contract(machine, checks.CONTAINERS)
     checks.use_store(machine, containerd=True)
