@@ -87,16 +87,15 @@ class Tried:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Note a failure of `what` instead of raising it."""
-        with self._lock:
-            self._results["failed"].pop(what, None)
+        """Note a failure of `what` instead of raising it. Until its end it is noted as not ended, should this run be."""
+        self._note(what, "this run did not come to its end")
         try:
             yield
         except Failed as error:
             told(f"{what}: {error}")
-            with self._lock:
-                self._results["failed"][what] = f"{str(error)[:600]} ({commit()})"
-                self._save()
+            self._note(what, str(error)[:600])
+        else:
+            self._note(what, "")
 
     def boot(self, machine: Machine, wheel_to_install: Path | None) -> bool:
         """Wait until it is up, and install the wheel if its disk has an earlier one; return whether it is of use."""
@@ -116,8 +115,6 @@ class Tried:
             for line in two_machines(*machines):
                 told(line)
                 self._results["mesh"].append(f"{line} ({commit()})")
-        with self._lock:
-            self._save()
 
     def alone(self, machine: Machine, parts: Sequence[str]) -> None:
         """Try each engine of a machine, and the limits that a daemon gets there."""
@@ -130,6 +127,13 @@ class Tried:
                 self._put("engines", {**name, "engine": engine, "contract": answers}, "engine")
             for row in all_limits(machine) if "limits" in parts else ():
                 self._put("limits", {**name, **row}, "how")
+
+    def _note(self, what: str, why: str) -> None:
+        with self._lock:
+            self._results["failed"].pop(what, None)
+            if why:
+                self._results["failed"][what] = f"{why} ({commit()})"
+            self._save()
 
     def _put(self, table: str, row: dict[str, Any], key: str) -> None:
         """Add a row, in the place of an earlier one about the same."""
