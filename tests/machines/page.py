@@ -65,7 +65,7 @@ def page(results: dict[str, Any], date: str, commit: str) -> str:
     lines += [MESH, *(f"- {text}\n" for text in results["mesh"] or ["nothing yet"])]
     if results["failed"]:
         lines += [
-            "\n## What failed as a whole\n",
+            "\n## What failed or did not end\n",
             *(f"- {what}: {_plain(why)}\n" for what, why in results["failed"].items()),
         ]
     if reasons:
