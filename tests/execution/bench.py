@@ -1,6 +1,7 @@
 """Test helpers for all engines: an engine with the directories of an attempt, and observation of its guests."""
 
 import asyncio
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from mesh.execution.engine import Engine, Guest, Launch
 
-WAIT_S = 60.0
+WAIT_S = float(os.environ.get("MESH_TEST_WAIT_S", "60"))  # for a condition; emulated machines need longer
 LOOP = "while :; do sleep 0.05; done"
 COUNT = "while :; do echo step >> $MESH_OUT_DIR/steps; sleep 0.01; done"
 
@@ -73,8 +74,15 @@ def steps_taken(bench: Bench) -> int:
     return path.read_text().count("step\n") if path.exists() else 0
 
 
+async def beyond(bench: Bench, steps: int) -> None:
+    """Wait until the guest has taken more steps than these."""
+    async with asyncio.timeout(WAIT_S):
+        while steps_taken(bench) <= steps:
+            await asyncio.sleep(0.01)
+
+
 async def steps_when_stopped(bench: Bench) -> int:
-    """Wait until no step comes within the time of fifty steps; return the number of steps."""
+    """Wait until no step comes within the time of fifty steps; return the number of steps, which must not be zero."""
     async with asyncio.timeout(WAIT_S):
         while True:
             before = steps_taken(bench)

@@ -22,6 +22,7 @@ from tests.execution.bench import (
     LOOP,
     WAIT_S,
     Bench,
+    beyond,
     containers,
     processes_with,
     steps_taken,
@@ -180,12 +181,6 @@ async def test_lease_ends_without_daemon(bench: Bench) -> None:
     assert await steps_when_stopped(bench), "a lease in the past changes nothing"
 
 
-async def beyond(bench: Bench, steps: int) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while steps_taken(bench) <= steps:
-            await asyncio.sleep(0.01)
-
-
 async def test_guest_stopped_by_signal_can_be_killed(bench: Bench) -> None:
     guest = await bench.shell(f"echo ready; {LOOP}")
     await bench.until_logged("ready")
@@ -226,7 +221,7 @@ async def test_only_the_guest_over_memory_limit_ends(bench: Bench) -> None:
     else:
         script, limit = f"{sys.executable} -c 'bytearray(400 << 20)'", 256
     guest = await bench.shell(f"{script}; exit $?", memory_mib=limit)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         end = await guest.wait()
     assert end.code != 0
     if bench.image:

@@ -27,9 +27,7 @@ from mesh.rpc.frames import (
     Resize,
     Signal,
 )
-from tests.execution.bench import COUNT, LOOP, Bench, processes_with, steps_taken, steps_when_stopped
-
-WAIT_S = 60.0
+from tests.execution.bench import COUNT, LOOP, WAIT_S, Bench, processes_with, steps_taken, steps_when_stopped
 
 
 async def going(bench: Bench, script: str = f"echo ready; {LOOP}", **changes: object) -> Guest:

@@ -1,6 +1,6 @@
 """Build, boot and try the machines, and write docs/platforms.md.
 
-    python -m tests.machines [--only sid] [--keep] [--part engines|limits|mesh]
+    python -m tests.machines [--only sid] [--keep] [--part mesh|processes|containers|limits]
 
 Needs root, the network, and Debian's mmdebstrap, qemu-system-x86, qemu-utils, e2fsprogs and openssh-client.
 """
@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tests.machines import checks
@@ -25,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build" / "machines"
 RESULTS, PAGE = PLACE / "results.json", ROOT / "docs" / "platforms.md"
 SUITES = ("sid", "trixie")
-PARTS = ("engines", "limits", "mesh")
+PARTS = ("mesh", "processes", "containers", "limits")
 INIT = "mesh init home --nick home && mesh up --lend --no-mdns --port 7473 --api-port 7474"
 PODMAN = "DOCKER_HOST=unix:///run/podman/podman.sock"
 ROOTLESS = (
@@ -42,71 +44,109 @@ def main() -> None:
     if missing := tools_missing():
         sys.exit(f"not installed: {', '.join(missing)}; see the head of {__file__}")
     PLACE.mkdir(parents=True, exist_ok=True)
-    suites, parts = options.only or SUITES, options.part or PARTS
-    results: dict[str, Any] = (
-        json.loads(RESULTS.read_text()) if RESULTS.exists() else {"engines": [], "limits": [], "mesh": []}
-    )
-    begun, failed = time.monotonic(), False
-    for suite in suites:
-        try:
-            place, kept, built = PLACE / suite, (PLACE / suite / "disk").exists() and options.keep, wheel()
-            if not kept:
-                told(f"{suite}: building its disk")
-                build(place, suite, built)
-            try_suite(suite, place, parts, results, built if kept else None)
-        except Failed as error:
-            failed = True
-            told(f"{suite}: {error}")
-            results["mesh"] = [*results["mesh"], f"{suite}: {str(error)[:300]}"]
-        save(results)
-    bad = [row for row in results["engines"] if set(row["contract"].values()) - {"ok"}]
-    told(f"{PAGE} written after {(time.monotonic() - begun) / 60:.0f} minutes")
-    sys.exit(1 if failed or bad else 0)
-
-
-def try_suite(
-    suite: str, place: Path, parts: tuple[str, ...], results: dict[str, Any], wheel_to_install: Path | None
-) -> None:
-    """Try one system; its second machine, with containerd's image store, is on the same disk."""
-    cable = free_port()
+    parts, made, begun = options.part or PARTS, wheel(), time.monotonic()
+    tried, ports = Tried(), (free_port(), free_port())
     with ExitStack() as stack:
-        one = Machine(place, f"{suite}-a", 1, f"listen=127.0.0.1:{cable}")
-        machines = [one]
-        if suite == "sid" and "mesh" in parts:
-            machines.append(Machine(place, f"{suite}-b", 2, f"connect=127.0.0.1:{cable}"))
-        for machine in machines:
-            stack.callback(machine.close)
-            machine.start()
-        for machine in machines:
+        machines, old = list[Machine](), set[str]()
+        for suite in options.only or SUITES:
+            with tried.noting(suite):
+                place = PLACE / suite
+                kept = options.keep and (place / "disk").exists()
+                if not kept:
+                    told(f"{suite}: building its disk")
+                    build(place, suite, made)
+                here, there = reversed(ports) if machines else ports
+                cable = f"udp=127.0.0.1:{there},localaddr=127.0.0.1:{here}"  # TCP would need the other machine to listen already
+                machine = Machine(place, suite, len(machines) + 1, cable)
+                stack.callback(machine.close)
+                machine.start()
+                machines.append(machine)
+                old |= {suite} if kept else set()
+        with ThreadPoolExecutor(len(SUITES)) as pool:  # each mostly waits, or uses one processor
+            up = pool.map(lambda machine: tried.boot(machine, made if machine.name in old else None), machines)
+            machines = [machine for machine, is_up in zip(machines, list(up), strict=True) if is_up]
+            if "mesh" in parts:
+                tried.mesh(machines)
+            list(pool.map(lambda machine: tried.alone(machine, parts), machines))
+    told(f"{PAGE} written after {(time.monotonic() - begun) / 60:.0f} minutes")
+    sys.exit(0 if tried.passed() else 1)
+
+
+class Tried:
+    """The results so far, by earlier runs too. Each is kept, and the page written, as it comes."""
+
+    def __init__(self) -> None:
+        self._results: dict[str, Any] = {"engines": [], "limits": [], "mesh": [], "failed": {}}
+        if RESULTS.exists():
+            self._results |= json.loads(RESULTS.read_text())
+        self._lock = Lock()
+
+    def passed(self) -> bool:
+        answers = {answer for row in self._results["engines"] for answer in row["contract"].values()}
+        return answers <= {"ok"} and not self._results["failed"]
+
+    @contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """Note a failure of `what` instead of raising it. Until its end it is noted as not ended, should this run be."""
+        self._note(what, "this run did not come to its end")
+        try:
+            yield
+        except Failed as error:
+            told(f"{what}: {error}")
+            self._note(what, str(error)[:600])
+        else:
+            self._note(what, "")
+
+    def boot(self, machine: Machine, wheel_to_install: Path | None) -> bool:
+        """Wait until it is up, and install the wheel if its disk has an earlier one; return whether it is of use."""
+        with self.noting(machine.name):
             machine.wait()
             told(f"{machine.name}: booted")
             if wheel_to_install is not None:
                 machine.install(wheel_to_install)
-        one.send(ROOT, ("tests", "pyproject.toml"), checks.SUITE)
-        known = checks.facts(one)
-        told(f"{one.name}: {known}")
-        name = {"system": known["system"], "kernel": known["kernel"], "commit": commit()}
-        if "mesh" in parts and len(machines) == 2:
-            results["mesh"] = [f"{line} ({commit()})" for line in attempted(lambda: two_machines(*machines))]
-            save(results)
-        for other in machines[1:]:
-            other.close()
-        if "engines" in parts:
-            for engine, answers in all_engines(one, known):
-                put(results["engines"], {**name, "engine": engine, "contract": answers}, "engine")
-                save(results)
-                told(f"{one.name}: {engine}: {answers}")
-        if "limits" in parts:
-            for row in all_limits(one):
-                put(results["limits"], {**name, **row}, "how")
-                save(results)
-                told(f"{one.name}: {row}")
+            return True
+        return False
 
+    def mesh(self, machines: list[Machine]) -> None:
+        self._results["mesh"] = []
+        with self.noting("a mesh of two machines"):
+            if len(machines) < 2:
+                raise Failed("there was one machine, or none")
+            for line in two_machines(*machines):
+                told(line)
+                self._results["mesh"].append(f"{line} ({commit()})")
 
-def put(rows: list[dict[str, Any]], row: dict[str, Any], key: str) -> None:
-    """Add a row, in the place of an earlier one about the same."""
-    rows[:] = [old for old in rows if (old["system"], old[key]) != (row["system"], row[key])]
-    rows.append(row)
+    def alone(self, machine: Machine, parts: Sequence[str]) -> None:
+        """Try each engine of a machine, and the limits that a daemon gets there."""
+        with self.noting(machine.name):
+            machine.send(ROOT, ("tests", "pyproject.toml"), checks.SUITE)
+            known = checks.facts(machine)
+            told(f"{machine.name}: {known}")
+            name = {"system": known["system"], "kernel": known["kernel"], "commit": commit()}
+            for engine, answers in all_engines(machine, known, parts):
+                self._put("engines", {**name, "engine": engine, "contract": answers}, "engine")
+            for row in all_limits(machine) if "limits" in parts else ():
+                self._put("limits", {**name, **row}, "how")
+
+    def _note(self, what: str, why: str) -> None:
+        with self._lock:
+            self._results["failed"].pop(what, None)
+            if why:
+                self._results["failed"][what] = f"{why} ({commit()})"
+            self._save()
+
+    def _put(self, table: str, row: dict[str, Any], key: str) -> None:
+        """Add a row, in the place of an earlier one about the same."""
+        told(str(row))
+        with self._lock:
+            rows = self._results[table]
+            rows[:] = [old for old in rows if (old["system"], old[key]) != (row["system"], row[key])]
+            rows.append(row)
+            self._save()
+
+    def _save(self) -> None:
+        RESULTS.write_text(json.dumps(self._results, indent=1))
+        PAGE.write_text(page(self._results, time.strftime("%Y-%m-%d"), commit()))
 
 
 def all_limits(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -137,10 +177,13 @@ def all_limits(machine: Machine) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def all_engines(machine: Machine, known: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+def all_engines(machine: Machine, known: dict[str, str], parts: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each engine of the machine with the contract's answers."""
-    scope = "systemd-run --scope --quiet -p Delegate=yes"
-    yield "process", checks.contract(machine, checks.PROCESSES, within=scope)
+    if "processes" in parts:
+        scope = "systemd-run --scope --quiet -p Delegate=yes"
+        yield "process", checks.contract(machine, checks.PROCESSES, within=scope)
+    if "containers" not in parts:
+        return
     checks.use_store(machine, containerd=False)
     yield f"Docker {known['docker']}, overlay2", checks.contract(machine, checks.CONTAINERS)
     checks.use_store(machine, containerd=True)
@@ -149,36 +192,22 @@ def all_engines(machine: Machine, known: dict[str, str]) -> Iterator[tuple[str, 
     yield f"Podman {known['podman']}, as root", checks.contract(machine, checks.CONTAINERS, PODMAN)
 
 
-def two_machines(one: Machine, two: Machine) -> list[str]:
-    checks.use_store(one, containerd=False)
-    checks.use_store(two, containerd=True)
-    checks.mesh_of_two(one, two)
-    lines = [
-        f"{one.name} (overlay2) founded a mesh over a cable, and {two.name} (containerd's store) joined it by an invite."
-    ]
-    told(lines[0])
-    found = checks.reclaimed_job_continues(one, two)
-    told(str(found))
-    lines.append(
-        f"A job in an image that only {one.name} had was reclaimed there. {found['took_s']} s later it ran on {two.name}, which "
-        f"had fetched the image, from step {found['resumed_at']}. Its attempts: {', '.join(found['nodes'])}; outcome: "
-        f"{found['outcome']}; it counted to {checks.STEPS}: {'yes' if found['whole'] else 'no'}."
-    )
-    return lines
-
-
-def attempted(work: Callable[[], list[str]]) -> list[str]:
+def two_machines(one: Machine, two: Machine) -> Iterator[str]:
+    """Found a mesh of two machines, move a job between them, and stop it; yield what was seen."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(checks.use_store, (one, two), (False, True)))
     try:
-        return work()
-    except Failed as error:
-        told(str(error))
-        return [f"**no**: {' '.join(str(error).split())[:600]}"]
-
-
-def save(results: dict[str, Any]) -> None:
-    """Keep the results so far, and write the page."""
-    RESULTS.write_text(json.dumps(results, indent=1))
-    PAGE.write_text(page(results, time.strftime("%Y-%m-%d"), commit()))
+        checks.mesh_of_two(one, two)
+        yield f"{one.name} (overlay2) founded a mesh over a cable, and {two.name} (containerd's store) joined it by an invite."
+        found = checks.reclaimed_job_continues(one, two)
+        yield (
+            f"A job in an image that only {one.name} had was reclaimed there. {found['took_s']} s later it ran on {two.name}, "
+            f"which had fetched the image, from step {found['resumed_at']}. Its attempts: {', '.join(found['nodes'])}; outcome: "
+            f"{found['outcome']}; it counted to {checks.STEPS}: {'yes' if found['whole'] else 'no'}."
+        )
+    finally:
+        for machine in (one, two):
+            machine.run("mesh down", check=False)
 
 
 def wheel() -> Path:
@@ -200,7 +229,9 @@ def commit() -> str:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    """Return a free port of UDP."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
+        free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 

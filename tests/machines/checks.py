@@ -16,7 +16,7 @@ from tests.machines.machine import Failed, Machine
 PYTHON = "/opt/pipx/venvs/campus-mesh/bin/python"
 SUITE = "/opt/suite"
 CORE = ("logs", "files", "exec", "freeze", "kill", "limits", "network")
-TESTS_S, WAIT_S = 1500.0, 600.0
+TESTS_S, WAIT_S, CONDITION_S = 1500.0, 600.0, 240
 ENGINES, SESSIONS, ESCAPES, GROUPS = (
     f"tests/execution/test_{name}.py" for name in ("engines", "sessions", "escapes", "groups")
 )
@@ -60,7 +60,7 @@ def facts(machine: Machine) -> dict[str, str]:
     echo "kernel=$(uname -r)"
     echo "systemd=$(systemctl --version | awk 'NR == 1 {print $2}')"
     echo "python=$(python3 -c 'import platform; print(platform.python_version())')"
-    echo "docker=$(docker version --format '{{.Server.Version}}')"
+    echo "docker=$(dockerd --version | awk '{print $3}' | tr -d ,)"
     echo "podman=$(podman version --format '{{.Version}}')"
     echo "groups=$(stat -fc %T /sys/fs/cgroup)"
     """
@@ -73,8 +73,8 @@ def contract(
     """Run the tests; return, for each aspect, "ok", or why not."""
     wanted = " ".join(f"'{test}'" for group in tests.values() for test in group)
     command = (
-        f"cd {SUITE} && rm -f ~/junit.xml && {within} env {env} PYTHONDONTWRITEBYTECODE=1 {PYTHON} -m pytest -q "
-        f"-p no:cacheprovider --timeout 600 --junitxml ~/junit.xml {wanted}"
+        f"cd {SUITE} && rm -f ~/junit.xml && {within} env {env} MESH_TEST_WAIT_S={CONDITION_S} PYTHONDONTWRITEBYTECODE=1 "
+        f"{PYTHON} -m pytest -q -p no:cacheprovider --timeout 600 --junitxml ~/junit.xml {wanted}"
     )
     done = machine.run(command, user=user, check=False, timeout_s=TESTS_S)
     report = machine.run("cat ~/junit.xml", user=user, check=False).stdout
@@ -104,7 +104,10 @@ def _ended(report: str) -> dict[str, str]:
 def use_store(machine: Machine, containerd: bool) -> None:
     """Let Docker keep its images in containerd's store, or in its own (overlay2)."""
     setting = json.dumps({"features": {"containerd-snapshotter": containerd}})
-    machine.run(f"mkdir -p /etc/docker && echo '{setting}' > /etc/docker/daemon.json && systemctl restart docker")
+    file = "/etc/docker/daemon.json"
+    machine.run(
+        f"grep -qsF '{setting}' {file} || {{ mkdir -p /etc/docker && echo '{setting}' > {file} && systemctl restart docker; }}"
+    )
 
 
 def limits_of(machine: Machine, user: str, start: str) -> dict[str, Any]:

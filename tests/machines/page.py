@@ -43,7 +43,7 @@ def page(results: dict[str, Any], date: str, commit: str) -> str:
 
     lines = [HEAD.format(date=date, commit=commit)]
     lines.append(f"| system | kernel | engine | {' | '.join(CORE)} | commit |\n|{'---|' * (4 + len(CORE))}\n")
-    for row in results["engines"]:
+    for row in _by_system(results["engines"]):
         told = [cell(row["contract"].get(aspect, "did not run")) for aspect in CORE]
         lines.append(
             f"| {row['system']} | {row['kernel']} | {row['engine']} | {' | '.join(told)} | {row['commit']} |\n"
@@ -52,7 +52,7 @@ def page(results: dict[str, Any], date: str, commit: str) -> str:
         LIMITS,
         f"| system | the daemon was started | limited | not limited | its group | commit |\n|{'---|' * 6}\n",
     ]
-    for row in results["limits"]:
+    for row in _by_system(results["limits"]):
         missing = ", ".join(row["unlimited"]) or "nothing"
         bound = "yes" if row["bound"] else "no"
         lines.append(f"| {row['system']} | {row['how']} | {bound} | {missing} | `{row['group']}` | {row['commit']} |\n")
@@ -62,11 +62,20 @@ def page(results: dict[str, Any], date: str, commit: str) -> str:
             "\nWhat `mesh doctor` says about what is not limited:\n\n",
             *(f"- {text}\n" for text in sorted(remedies)),
         ]
-    lines += [MESH, *(f"- {text}\n" for text in results["mesh"] or ["not run yet"])]
+    lines += [MESH, *(f"- {text}\n" for text in results["mesh"] or ["nothing yet"])]
+    if results["failed"]:
+        lines += [
+            "\n## What failed or did not end\n",
+            *(f"- {what}: {_plain(why)}\n" for what, why in results["failed"].items()),
+        ]
     if reasons:
         lines.append("\n## Reasons\n")
         lines += [f"{number}. {_plain(reason)}\n" for number, reason in enumerate(reasons, 1)]
     return "".join(lines)
+
+
+def _by_system(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: str(row["system"]))
 
 
 def _plain(text: str) -> str:

@@ -1,6 +1,12 @@
 """The page of `make test-machines` says what failed, and never "yes" for what did not run."""
 
+from pathlib import Path
+
+import pytest
+
+from tests.machines import __main__ as suite
 from tests.machines.checks import CONTAINERS, CORE, PROCESSES, _ended
+from tests.machines.machine import Failed
 from tests.machines.page import page
 
 REPORT = """<testsuites><testsuite><testcase name="a[docker]"/><testcase name="b"><failure message="no | group"/></testcase>
@@ -25,8 +31,24 @@ def test_page_gives_a_reason_for_each_no() -> None:
         "engine": "process",
         "contract": {"logs": "ok", "kill": "failure: no | group"},
     }
-    text = page({"engines": [row], "limits": [], "mesh": ["**no**: it failed"]}, "2026-01-01", "abc")
+    results = {"engines": [row], "limits": [], "mesh": [], "failed": {"trixie": "it does not boot"}}
+    text = page(results, "2026-01-01", "abc")
     (line,) = [line for line in text.splitlines() if "| process |" in line]
     assert line.count("yes") == 1 and line.count("no (") == 1
     assert line.count("not tried (") == len(CORE) - 2
-    assert "failure: no \\| group" in text and "did not run" in text and "it failed" in text
+    assert "failure: no \\| group" in text and "did not run" in text and "- trixie: it does not boot" in text
+
+
+def test_page_names_what_failed_and_what_did_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(suite, "PAGE", tmp_path / "page.md")
+    tried = suite.Tried()
+    with tried.noting("sid"):
+        raise Failed("it does not boot")
+    with pytest.raises(KeyboardInterrupt), tried.noting("trixie"):
+        raise KeyboardInterrupt
+    with suite.Tried().noting("a mesh"):
+        pass
+    text = (tmp_path / "page.md").read_text()
+    assert "- sid: it does not boot" in text and "- trixie: this run did not come to its end" in text
+    assert "- a mesh" not in text and not suite.Tried().passed()
