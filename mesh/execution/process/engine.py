@@ -13,9 +13,9 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mesh.consensus.contract import EXIT_NOT_FOUND
 from mesh.execution.abandoned_starts import Starts
@@ -165,7 +165,7 @@ class ProcessEngine:
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
         env |= {shown.variable: shown.source for shown in launch.data}
         env |= {**_injected(launch.injection.env, env), **launch.secrets.variables}
-        await asyncio.to_thread(self._check_command, launch, env)
+        order, group = await asyncio.to_thread(self._prepared, launch, env)
         spec = {
             "argv": launch.argv,
             "env": env,
@@ -175,13 +175,12 @@ class ProcessEngine:
             "namespaces": self._namespaces,
             "network": self._network if launch.proxy is None else "none",
             "proxy": launch.proxy is not None,
-            "sandbox": await asyncio.to_thread(self._sandboxed, launch),
+            "sandbox": order,
             "reads": [shown.source for shown in launch.data],
             "groups": {},
             "until": launch.until,
         }
         entry = GuestEntry(boot_id(), self.name, launch.job, launch.attempt)
-        group = await asyncio.to_thread(_group, launch) if self._groups else None
         if group is not None:
             spec["groups"] = group.plain()
             if "memory" in group.kinds:
@@ -196,12 +195,24 @@ class ProcessEngine:
             raise
         return guest
 
-    def _check_command(self, launch: Launch, env: Mapping[str, str]) -> None:
-        """Raise BadCommand if the guest would not find its command."""
-        command, own = launch.argv[0], [*_own(launch), *map(Path, filter(None, [launch.environment]))]
+    def _prepared(self, launch: Launch, env: Mapping[str, str]) -> tuple[dict[str, Any] | None, GuestGroup | None]:
+        """Return what the guest sees (`sandbox.enter`) and its new control groups. EngineError if it must not start."""
+        own, order, seen = _own(launch), None, set[Path]()
+        if self._sandbox is not None:
+            reads, attempt = [Path(shown.source) for shown in launch.data], Path(launch.work_dir).parent
+            order = self._sandbox.plain(
+                attempt, own, launch.shm_mib, reads, launch.secrets.directory, launch.environment
+            )
+            seen = set(map(Path, order["kept"]))
+        self._check_command(launch, env, {*seen, *own, *map(Path, filter(None, [launch.environment]))})
+        return order, _group(launch) if self._groups else None
+
+    def _check_command(self, launch: Launch, env: Mapping[str, str], seen: Collection[Path]) -> None:
+        """Raise BadCommand if the guest, which sees these of the hidden places, would not find its command."""
+        command = launch.argv[0]
 
         def hidden(path: Path) -> bool:
-            return self._hides and self._sandbox is not None and self._sandbox.hides(path, own)
+            return self._hides and self._sandbox is not None and self._sandbox.hides(path, seen)
 
         if "/" in command and hidden(Path(launch.work_dir, command)):
             raise BadCommand(
@@ -211,13 +222,6 @@ class ProcessEngine:
         places = [place for place in env.get("PATH", os.defpath).split(":") if not hidden(Path(place))]
         if "/" not in command and shutil.which(command, path=":".join(places)) is None:
             raise BadCommand(f"command {command!r} is not on this node's PATH", EXIT_NOT_FOUND)
-
-    def _sandboxed(self, launch: Launch) -> dict[str, object] | None:
-        if self._sandbox is None:
-            return None
-        reads, own = [Path(shown.source) for shown in launch.data], _own(launch)
-        attempt, secrets = Path(launch.work_dir).parent, launch.secrets.directory
-        return self._sandbox.plain(attempt, own, launch.shm_mib, reads, secrets, launch.environment)
 
     async def close(self) -> None:
         await self._starts.close(START_S)
@@ -274,8 +278,12 @@ class ProcessGuest:
             raise EngineError(f"the guest's first process failed: {self._errors[-400:]}")
         if self.isolation == "namespaces" and self._first is not None:
             entry = dataclasses.replace(entry, head=self._first)
-            await asyncio.to_thread(self._switch.update, self._key, entry)
-        await asyncio.to_thread(self._switch.check_started, self._key)
+        await asyncio.to_thread(self._register_started, entry)
+
+    def _register_started(self, entry: GuestEntry) -> None:
+        if entry.head is not None:
+            self._switch.update(self._key, entry)
+        self._switch.check_started(self._key)
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self._exit)

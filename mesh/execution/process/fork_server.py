@@ -61,14 +61,14 @@ def fork_watcher(order: list[int], others: Collection[int]) -> tuple[int, int]:
         pid = os.fork()
         if pid == 0:
             become_watcher(order, others)
-        watcher = os.pidfd_open(pid)
+        process, watcher = process_of(pid), os.pidfd_open(pid)  # which nobody has reaped
     except OSError as error:
         if pid:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         tell(order, error.strerror)
         return 0, 0
-    tell(order, process_of(pid))
+    tell(order, process)
     return pid, watcher
 
 
