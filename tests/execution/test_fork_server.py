@@ -32,8 +32,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     yield bench
     for server in servers():  # guests end without it
         server.kill()
-    for guest in bench.guests:
-        await guest.kill()
+    await asyncio.gather(*(guest.kill() for guest in bench.guests))
     await engine.close()
 
 
