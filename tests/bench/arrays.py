@@ -92,6 +92,7 @@ def over(user: Client, array: str) -> None:
 
 
 def slurm(jobs: int) -> Cost:
+    """Run the array under Slurm. The CPU of its job steps, which leave the trees of its daemons, is not counted."""
     with tempfile.TemporaryDirectory(prefix="mesh-slurm-") as root, Lan(Path(root)) as lan:
         cluster = Cluster(lan, NODES, shared=True, timings=QUICK, grace_s=10)
         pids = [host.daemon.pid for host in (cluster.control, *cluster.nodes) if host.daemon is not None]
