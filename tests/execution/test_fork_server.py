@@ -18,7 +18,16 @@ from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.process.fork_server import DESCRIPTORS
 from mesh.util.boottime import boot_s
 from mesh.util.processes import Process, children_of, lives, process_of
-from tests.execution.bench import COUNT, LOOP, WAIT_S, Bench, processes_with, steps_when_stopped, wait_until
+from tests.execution.bench import (
+    COUNT,
+    LOOP,
+    WAIT_S,
+    Bench,
+    processes_with,
+    steps_taken,
+    steps_when_stopped,
+    wait_until,
+)
 from tests.execution.place import fresh_mark
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +115,7 @@ async def test_guests_leases_and_starts_outlive_the_server(bench: Bench) -> None
     os.kill(server.pid, signal.SIGKILL)
     await comes(lambda: not lives(server))
     assert await guest.pids()
+    await comes(lambda: steps_taken(bench) > 0)
     guest.allow_until(boot_s())
     await steps_when_stopped(bench)
     assert await guest.stands_still()

@@ -75,6 +75,9 @@ async def test_expired_lease_stops_guest_until_renewed(tmp_path: Path, groups: b
     freezes = groups and "mesh-guest-" in bench.log.partition("0::")[2]
     if groups and not freezes:
         pytest.skip(f"this machine lets nobody make control groups of version 2: {bench.log}")
+    async with asyncio.timeout(WAIT_S):
+        while not steps_taken(bench):  # else it may stop before the first
+            await asyncio.sleep(0.01)
     guest.allow_until(0.0)
     async with asyncio.timeout(WAIT_S):
         while not await guest.stands_still():
