@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mesh; files start in the order of tests/conftest.py.
 WORKERS ?= 4
 
-.PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-scale bench-adversary bench-images clean
+.PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-arrays bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-scale bench-adversary bench-images clean
 
 # A smaller environment than the tests', unless theirs is there.
 demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
@@ -92,6 +92,11 @@ bench-membership: venv
 # About twenty minutes; `BENCH_ARGS="--minutes 1 --queued 0"` is shorter.
 bench-jobs: venv
 	$(PYTHON) tests/bench/jobs.py $(BENCH_ARGS)
+
+# Compares with GNU parallel, and as root with Slurm (the packages of bench-slurm), where they are installed. Ten minutes;
+# `BENCH_ARGS="--jobs 100 --rounds 1"` is shorter.
+bench-arrays: venv
+	$(PYTHON) tests/bench/arrays.py $(BENCH_ARGS)
 
 # Needs root and Debian's slurmctld, slurmd, slurm-client, munge. Ten minutes; `BENCH_ARGS="--rounds 1"` is shorter.
 bench-slurm: venv

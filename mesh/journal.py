@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 EVENTS_KEPT = 20_000  # about jobs: 4 MB; older ones are deleted
 AUDIT_KEPT = 20_000  # events of the node itself, kept apart so that busy jobs do not displace them (own choice)
+NOTED_S = 0.25  # until notes are written without a witness record to go with (own choice)
 TRIM_EVERY = 1000  # rows written between trims (own choice)
 RECEIPTS_KEPT = 20_000  # about 8 MB
 DEPARTURES_KEPT = 500  # of guests: older ones have no weight any more (`placement.schedule.FORGET`)
@@ -77,6 +78,7 @@ _ARCHIVE = "INSERT OR REPLACE INTO archive VALUES (?, ?, ?, ?, ?, ?)"
 _KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
 
 T = TypeVar("T")
+Row = tuple[str, tuple[object, ...]]  # a statement and its values
 _decode_archived = msgspec.msgpack.Decoder(ArchivedJob).decode
 
 
@@ -100,8 +102,9 @@ class Journal:
         self.moved_aside: Path | None = None
         self.disk = b""  # created with the journal; another journal is another voter (`record.Voter`)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._notes: list[tuple[str, tuple[object, ...]]] = []  # statements and rows still to be written
+        self._notes: list[Row] = []  # still to be written
         self._writing: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()  # somebody waits for the notes
         self._written = 0  # rows since the last trim
         self._connection: sqlite3.Connection | None = None
 
@@ -109,8 +112,7 @@ class Journal:
         await self._do(self._open)
 
     async def close(self) -> None:
-        if self._writing is not None:
-            await self._writing
+        await self._note_now()
 
         def close() -> None:
             if self._connection is not None:
@@ -121,9 +123,13 @@ class Journal:
         self._thread.shutdown(wait=False)
 
     async def save_witness_records(self, witness_records: Sequence[WitnessRecord]) -> None:
-        """Save these records in one transaction with one fsync."""
+        """Save these records, and the notes until now, in one transaction with one fsync."""
         rows = [(witness_record.job, msgspec.msgpack.encode(witness_record)) for witness_record in witness_records]
-        await self._write("INSERT OR REPLACE INTO witness_records VALUES (?, ?)", *rows)
+        notes, self._notes = self._notes, []
+        await self._write_all(
+            [*(("INSERT OR REPLACE INTO witness_records VALUES (?, ?)", row) for row in rows), *notes]
+        )
+        self._written += len(notes)
 
     async def saves(self) -> int:
         """Return how many witness records have ever been saved: a copy of the journal knows of fewer than its original."""
@@ -262,8 +268,7 @@ class Journal:
 
     async def receipts(self, job: bytes | None, limit: int = 1000) -> list[bytes]:
         """Return the sealed receipts of a job, or of all, oldest first; at most the newest `limit`."""
-        if self._writing is not None:
-            await self._writing
+        await self._note_now()
         where, arguments = ("job = ?", [job]) if job is not None else ("1", [])
         query = f"SELECT sealed FROM receipts WHERE {where} ORDER BY id DESC LIMIT ?"
         rows = await self._do(lambda: self._db.execute(query, [*arguments, limit]).fetchall())
@@ -271,8 +276,7 @@ class Journal:
 
     async def receipts_before(self, number: int | None, limit: int) -> list[tuple[int, bytes]]:
         """Return the `limit` receipts before `number`, or the newest: their numbers here and their bytes, newest first."""
-        if self._writing is not None:
-            await self._writing
+        await self._note_now()
         query = "SELECT id, sealed FROM receipts WHERE id < ? ORDER BY id DESC LIMIT ?"
         newest = 2**62 if number is None else number
         return await self._do(lambda: self._db.execute(query, [newest, limit]).fetchall())
@@ -283,22 +287,30 @@ class Journal:
             self._writing = asyncio.create_task(self._write_notes(), name="journal notes")
 
     async def _write_notes(self) -> None:
+        """Write the notes that no witness record takes along."""
         while self._notes:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NOTED_S):
+                    await self._hurry.wait()
             notes, self._notes = self._notes, []
+            self._written += len(notes)
             try:
-                for statement in dict.fromkeys(statement for statement, _ in notes):
-                    await self._write(statement, *(row for other, row in notes if other == statement))
-                self._written += len(notes)
+                await self._write_all(notes)
                 if self._written >= TRIM_EVERY:
                     self._written = 0
                     await self._do(lambda: _trim(self._db))
             except JournalError as error:
                 log.warning("%d events and receipts are lost: %s", len(notes), error)
 
+    async def _note_now(self) -> None:
+        if self._writing is not None:
+            self._hurry.set()
+            await self._writing
+            self._hurry.clear()
+
     async def events(self, job: bytes | None, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         """Return the sealed events of a job, or of all, with ids above `after`, oldest first; at most the newest `limit`."""
-        if self._writing is not None:
-            await self._writing
+        await self._note_now()
 
         def read() -> list[tuple[int, bytes]]:
             where, arguments = "id > ?", [after]
@@ -341,8 +353,7 @@ class Journal:
 
     async def stays(self) -> list[OwnStay]:
         """Return the newest stays, oldest first. One that is open at a start was cut short at its last known end."""
-        if self._writing is not None:
-            await self._writing
+        await self._note_now()
         query = "SELECT start_ms, end_ms, cause FROM stays ORDER BY start_ms DESC LIMIT ?"
         rows = await self._do(lambda: self._db.execute(query, [STAYS_KEPT]).fetchall())
         return [OwnStay(*row) for row in rows[::-1]]
@@ -353,8 +364,7 @@ class Journal:
 
     async def departures(self) -> list[bool]:
         """Return, for each guest that had to leave, oldest first, whether a notice saved all its work."""
-        if self._writing is not None:
-            await self._writing
+        await self._note_now()
         query = "SELECT covered FROM departures ORDER BY id DESC LIMIT ?"
         rows = await self._do(lambda: self._db.execute(query, [DEPARTURES_KEPT]).fetchall())
         return [bool(covered) for (covered,) in rows[::-1]]
@@ -365,8 +375,7 @@ class Journal:
 
     async def paths(self) -> list[tuple[bytes, SavedRate, float]]:
         """The newest ones, oldest first, and how many seconds ago each was heard of."""
-        if self._writing is not None:
-            await self._writing
+        await self._note_now()
         query = "SELECT peer, mean, variance, count, unix_ms FROM paths ORDER BY unix_ms DESC LIMIT ?"
         rows = await self._do(lambda: self._db.execute(query, [PEERS]).fetchall())
         now_ms = _unix_ms()
@@ -424,12 +433,19 @@ class Journal:
 
     async def _write(self, statement: str, *rows: tuple[object, ...]) -> None:
         """Execute the statement for each of these rows, all or none."""
+        await self._write_all([(statement, row) for row in rows])
+
+    async def _write_all(self, rows: Sequence[Row]) -> None:
+        """Execute these statements, all or none."""
+        if not rows:
+            return
 
         def write() -> None:
             try:
                 with self._db as transaction:
                     transaction.execute("BEGIN")
-                    transaction.executemany(statement, rows)
+                    for statement, row in rows:
+                        transaction.execute(statement, row)
             except sqlite3.OperationalError as error:
                 raise JournalError(f"{self.path}: {error}. Free some space on its disk.") from error
 

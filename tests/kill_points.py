@@ -74,10 +74,10 @@ def killed_at_each_call(function: Callable[[Path, Say], None], new_root: Callabl
 
 
 @contextmanager
-def killed_before(pid: int, call: str, *paths: Path, number: int = 1) -> Iterator[None]:
-    """Kill a running process before the next such call of one of its threads on one of these paths, or that of this number."""
+def killed_before(pid: int, call: str, *paths: Path) -> Iterator[None]:
+    """Kill a running process before the next such call of one of its threads on one of these paths."""
     command = ["strace", "-f", "-qq", "-o", "/dev/null", *(f"-P{path}" for path in paths), "-e", f"trace={call}"]
-    command += ["-e", f"inject={call}:signal=KILL:when={number}", "-p", str(pid)]
+    command += ["-e", f"inject={call}:signal=KILL:when=1", "-p", str(pid)]
     with subprocess.Popen(command) as tracer:
         try:
             while f"TracerPid:\t{tracer.pid}\n" not in Path(f"/proc/{pid}/status").read_text():

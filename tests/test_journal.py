@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -305,6 +306,29 @@ def test_each_write_is_synced_before_it_is_confirmed(tmp_path: Path) -> None:
         written = [call for call in calls[before:place] if call.endswith(" journal.sqlite-wal")]
         assert written[-1] == "sync journal.sqlite-wal"
         assert "write journal.sqlite-wal" in written
+
+
+async def test_notes_are_written_with_the_next_record_or_soon(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+
+    def written() -> int:
+        with closing(sqlite3.connect(journal.path)) as db:
+            return int(db.execute("SELECT count(*) FROM events").fetchone()[0])
+
+    journal.record_event(A, said(JOB, 1), b"first")
+    assert written() == 0
+    await journal.save_witness_records([WITNESS_RECORD])
+    assert written() == 1
+    journal.record_event(A, said(JOB, 2), b"second")
+    async with asyncio.timeout(60):
+        while written() < 2:
+            await asyncio.sleep(0.01)
+    journal.record_event(A, said(JOB, 3), b"third")
+    assert len(await journal.events(JOB, 0)) == 3, "who reads them does not wait for that"
+    journal.record_event(A, said(JOB, 4), b"fourth")
+    await journal.close()
+    assert written() == 4
 
 
 async def test_records_are_saved_all_or_none(tmp_path: Path) -> None:

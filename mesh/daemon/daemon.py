@@ -707,7 +707,7 @@ class Daemon:
                 self._switch,
                 network=self._settings.process_network,
                 sandbox=self._sandbox(),
-                spare=lambda: self._inventory.lends,
+                ready=lambda: self._inventory.lends,
             )
             made.append(BoundedEngine(process, self._ceilings, lambda: process.bounds_memory, writers))
         if "docker" in self._settings.engines:

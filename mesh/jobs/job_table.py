@@ -113,9 +113,9 @@ class JobTable:
         return self._views.get(job, {}).get(OWN)
 
     @property
-    def waiting(self) -> bool:
-        """Tell whether any job queues."""
-        return bool(self._waiting)
+    def waiting(self) -> int:
+        """Return how many jobs queue."""
+        return len(self._waiting)
 
     def queue(
         self,

@@ -103,6 +103,7 @@ from placement.schedule import Rates
 LOOK_SHARE = 10  # building views takes at most one part in so many of a node's time (own choice)
 MESSAGE_TIMEOUT_S = 3.0  # then the cores send again: `leader.ANSWER_S`
 COLLECT_EVERY_S = 60.0
+UPKEPT = 100  # jobs that do not run here, looked at in a second, each in its turn (own choice)
 CLOCKS_EVERY_S = 1.0  # between two looks while nothing else happens (own choice)
 KILL_AFTER_GRACE_S = 30.0  # for the last upload of a guest that was given notice
 KILL_WITHIN_S = 10.0
@@ -334,11 +335,14 @@ class JobService:
         return outputs
 
     async def _upkeep(self) -> None:
-        collect_at = time.monotonic() + COLLECT_EVERY_S
+        collect_at, turn = time.monotonic() + COLLECT_EVERY_S, 0
         while True:
             await asyncio.sleep(1.0)
             runners = self.participant.runners
-            for job in self.departure_planner.slowest_first({*self.archive.current(time.time()), *runners}):
+            others = [job for job in self.archive.current(time.time()) if job not in runners]
+            due = others[turn : turn + UPKEPT]
+            turn = turn + UPKEPT if turn + UPKEPT < len(others) else 0
+            for job in self.departure_planner.slowest_first({*due, *runners}):
                 self._standby_sync.follow(job, runners.get(job))
                 self.keyring.share_with_new_witnesses(job, runners.get(job))
                 self.secrets_keyring.share_with_new_witnesses(job, runners.get(job))

@@ -25,6 +25,7 @@ SAME_S, COMMITS_S = (
     5.0,
     0.5,
 )  # between messages that change neither state nor checkpoint, or the checkpoint alone (own choice)
+WAITS_PER_S = 10  # messages of all waiting jobs that change only why they wait (own choice)
 RECOVERED = "recovered/"
 RECOVERY_TOLD_S = 30 * 86_400.0  # that the order to recover a job is published: longer than a cut (own choice)
 FEWER_ATTEMPTS = (4, 1)  # in a status that would be too large for a section
@@ -54,7 +55,7 @@ class StatusGossip:
             return
         before, at = self._published.get(status.job, (None, 0.0))
         now = time.monotonic()
-        if before is not None and now - at < (REPEAT_S if before == status else _may_wait_s(before, status)):
+        if before is not None and now - at < (REPEAT_S if before == status else self._may_wait_s(before, status)):
             return
         self._published[status.job] = (status, now)
         body = _fitting(status)
@@ -63,6 +64,15 @@ class StatusGossip:
             return
         urgent = outcome is not None and ended_s < NEWS_S and (before is None or before.outcome is None)
         self._membership.publish(f"jobs/{format_job(status.job)}", body, TTL_S, urgent)
+
+    def _may_wait_s(self, last: JobStatus, status: JobStatus) -> float:
+        """Return how long the mesh can do without this status after it was told the other."""
+        outdated = status.rank[1] != last.rank[1] or status.rank[3] != last.rank[3]  # for the members of its group
+        if outdated or status.outcome != last.outcome or (status.state != last.state and status.state not in PASSING):
+            return 0.0
+        if status == msgspec.structs.replace(last, detail=status.detail) and status.waiting is not None:
+            return max(SAME_S, self._job_table.waiting / WAITS_PER_S)
+        return SAME_S if status.commit == last.commit else COMMITS_S
 
     def publish_recovery(self, job: bytes, order: bytes) -> None:
         """Publish the order of a job's user to recover it, for groups on the other side of a cut."""
@@ -116,14 +126,6 @@ def _fitting(status: JobStatus) -> bytes | None:
     shorter = (msgspec.structs.replace(status, attempts=status.attempts[-most:]) for most in FEWER_ATTEMPTS)
     bodies = map(encode_status, (status, *shorter, msgspec.structs.replace(status, attempts=())))
     return next((body for body in bodies if len(body) <= MAX_BODY_BYTES), None)
-
-
-def _may_wait_s(last: JobStatus, status: JobStatus) -> float:
-    """Return how long the mesh can do without this status after it was told the other."""
-    outdated = status.rank[1] != last.rank[1] or status.rank[3] != last.rank[3]  # for the members of its group
-    if outdated or status.outcome != last.outcome or (status.state != last.state and status.state not in PASSING):
-        return 0.0
-    return SAME_S if status.commit == last.commit else COMMITS_S
 
 
 def speaks_for(

@@ -18,7 +18,19 @@ from tests.bench.training import Kind, Trace, until
 from tests.e2e.commands import PROJECT
 from tests.netns.lan import Host, Lan
 
-NEEDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "nsenter", "unshare", "ip", "iptables")
+NEEDS = (
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "squeue",
+    "srun",
+    "scontrol",
+    "nsenter",
+    "unshare",
+    "ip",
+    "iptables",
+)
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2 iptables util-linux"
 UP_S = 60.0
 
@@ -149,6 +161,16 @@ class Cluster:
     def result(self, job: str) -> str:
         path = self.home / job / "digest.txt"
         return path.read_text() if path.exists() else ""
+
+    # --- arrays
+
+    def array(self, jobs: int) -> None:
+        """Submit jobs that do nothing. They leave no output files, which the mesh would keep."""
+        self._sbatch(f"--array=0-{jobs - 1}", "--output=/dev/null", "--wrap", "true")
+
+    def queued(self) -> bool:
+        """Return whether any job waits or runs."""
+        return bool(self._at_control("squeue", "--noheader").strip())
 
     # --- processes
 

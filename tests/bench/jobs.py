@@ -106,7 +106,7 @@ def starts(rounds: int) -> list[dict[str, Any]]:
             "ms",
             goal="none: told beside",
             met=None,
-            peer="engine alone, no watcher ready",
+            peer="engine alone, no fork server yet",
             peer_values=engine,
         ),
         row(more, over, "ms", goal="<= 60 ms", met=met),
@@ -114,9 +114,9 @@ def starts(rounds: int) -> list[dict[str, Any]]:
 
 
 async def engine_alone(root: Path) -> float:
-    """Return the milliseconds until the same command runs with the engine alone, which starts its watcher first.
+    """Return the milliseconds until the same command runs with the engine alone, which starts its fork server first.
 
-    A daemon has the watcher of its next guest ready.
+    A daemon that lends has one.
     """
     for name in ("work", "ckpt", "out", "ctl"):
         (root / name).mkdir(parents=True)

@@ -28,10 +28,10 @@ KILLED_S = 180.0  # a daemon under strace is slow, and the call has to come by i
 
 
 @contextmanager
-def killed(stack: Stack, node: StackNode, call: str, *paths: Path, number: int = 1) -> Iterator[None]:
+def killed(stack: Stack, node: StackNode, call: str, *paths: Path) -> Iterator[None]:
     """Kill this daemon before its next such call on these paths; start it again and verify what is in its store."""
     assert node.process is not None
-    with killed_before(node.process.pid, call, *paths, number=number):
+    with killed_before(node.process.pid, call, *paths):
         yield
         until(lambda: not node.running, f"{node.nick} to be killed", KILLED_S)
     assert node.process.returncode == -signal.SIGKILL
@@ -105,9 +105,9 @@ def test_node_killed_while_it_recovers_a_job_recovers_it_afterwards(make_stack: 
     send(signal.SIGKILL, *lost)
     until(lambda: job_state(user, job)["state"] == "stranded", "the loss to be noticed")
     step = job_state(user, job)["checkpoint"]["step"]
-    for number in (1, 2):  # before the user's order is on disk, and after
+    for call in ("pwrite64", "fdatasync"):  # before the user's order is written, and after
         until(lambda: job_state(user, job)["state"] == "stranded", "the job to be stranded")
-        with killed(stack, user, "fdatasync", Path(f"{user.where.journal}-wal"), number=number):
+        with killed(stack, user, call, Path(f"{user.where.journal}-wal")):
             mesh(user, "job", "recover", job, "--yes")
 
     def recovered() -> bool:

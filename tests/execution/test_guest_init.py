@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -75,7 +75,7 @@ def test_guest_that_cannot_be_kept_from_the_network_never_runs() -> None:
         f"import socket, sys; sys.path.insert(0, {str(ROOT)!r}); from mesh.execution.process import guest_init\n"
         "guest_init.read_spec = lambda daemon: {'namespaces': True, 'network': 'none'}\n"
         "guest_init.enter_namespaces = lambda *asked: 'session'\n"
-        "doors = socket.socket(); sys.argv = ['guest', '0', '1', str(doors.fileno())]; guest_init.main()"
+        "guest_init.main(0, 1, socket.socket())"
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", run], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "it cannot be kept from the network here\n")
@@ -182,45 +182,3 @@ def test_lease_counts_sleep_of_the_machine(tmp_path: Path) -> None:
     )
     assert done.stdout.startswith("stopped"), done.stderr
     assert float(done.stdout.split()[1]) > 86_400, json.dumps(done.stdout)
-
-
-def watchers() -> set[int]:
-    """Return the watchers of this process."""
-    started = children_of(os.getpid())
-    return {pid for pid in started if b"guest_init.main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-
-
-async def comes(ready: Callable[[], bool]) -> None:
-    """Wait for a condition; the event loop goes on."""
-    async with asyncio.timeout(WAIT_S):
-        while not ready():
-            await asyncio.sleep(0.02)
-
-
-async def test_guest_takes_the_spare_watcher(tmp_path: Path) -> None:
-    engine = ProcessEngine(spare=lambda: True)
-    bench = Bench(engine, tmp_path, None)
-    try:
-        await engine.availability()
-        await comes(lambda: len(watchers()) == 1)
-        (spare,) = watchers()
-        guest = await bench.shell("exec sleep 600")
-        await comes(lambda: len(watchers()) == 2)
-        await guest.kill()
-        await comes(lambda: len(watchers()) == 1)
-        assert watchers() != {spare}, "the guest ran below the spare watcher, which has ended with it"
-        (ready,) = watchers()
-        os.kill(ready, signal.SIGKILL)
-        await comes(lambda: not watchers())
-        assert (await (await bench.shell("exit 3")).wait()).code == 3, "a dead spare keeps no guest from starting"
-    finally:
-        await engine.close()
-    assert not watchers()
-
-
-async def test_node_that_lends_nothing_has_no_spare_watcher(tmp_path: Path) -> None:
-    engine = ProcessEngine()
-    await engine.availability()
-    assert (await (await Bench(engine, tmp_path, None).shell("exit 3")).wait()).code == 3
-    assert not watchers()
-    await engine.close()

@@ -10,7 +10,7 @@ from membership.records import MAX_BODY_BYTES
 from mesh.consensus.status import RUNNER, JobStatus, decode_status, encode_status, status_of
 from mesh.jobs import status_gossip
 from mesh.jobs.job_table import OWN, JobTable
-from mesh.jobs.status_gossip import COMMITS_S, NEWS_S, REPEAT_S, SAME_S, StatusGossip, speaks_for
+from mesh.jobs.status_gossip import COMMITS_S, NEWS_S, REPEAT_S, SAME_S, WAITS_PER_S, StatusGossip, speaks_for
 from mesh.model.record import Attempt, Commit, Outcome
 from placement.advert import Portion
 from placement.queue import Waiting
@@ -171,6 +171,22 @@ def test_gossip_publishes_urgent_changes_at_once_and_others_with_them(monkeypatc
     assert gossip.publishes(view("done", term=1, outcome=DONE), 1.1 + COMMITS_S + SAME_S) and gossip.statuses[-1][1], (
         "an outcome is published as urgent"
     )
+
+
+def test_gossip_tells_less_often_why_jobs_wait_if_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, table = PublishedStatuses(monkeypatch), JobTable()
+    world.gossip = StatusGossip(A, SimpleNamespace(publish=world._receive), table, lambda: None)  # type: ignore[arg-type]
+    first, other = view(waiting=WAITING), view(waiting=WAITING, detail="for another reason")
+    assert world.publishes(first, 0.0)
+    assert world.publishes(other, SAME_S)
+    for number in range(1000):
+        job = number.to_bytes(16, "big")
+        waits = msgspec.structs.replace(WAITING, request=Request(job=job, attempt=0, user="ada"))
+        table.update(B, job, msgspec.structs.replace(first, job=job, waiting=waits))
+    assert not world.publishes(first, SAME_S + 1000 / WAITS_PER_S - 1)
+    assert world.publishes(view("running", term=1), SAME_S + 1000 / WAITS_PER_S - 1), "what changes it is told at once"
+    assert world.publishes(view(term=2, waiting=WAITING), SAME_S + 1000 / WAITS_PER_S - 1)
+    assert world.publishes(view(term=2, waiting=WAITING, detail="for another reason"), SAME_S + 2000 / WAITS_PER_S)
 
 
 def test_gossip_repeats_a_status_until_it_is_history(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mesh.consensus.contract import EXIT_NOT_FOUND
 from mesh.execution.abandoned_starts import Starts
@@ -27,14 +27,13 @@ from mesh.execution.process import subtree
 from mesh.execution.process.confinement import FILES_FROM, SCOPES_FROM
 from mesh.execution.process.guest_cgroup import GuestGroup
 from mesh.execution.process.sandbox import HOME, SECRETS, TEMPORARY, Sandbox
-from mesh.execution.process.watcher import SpareWatcher, Watcher
+from mesh.execution.process.watcher import START_S, ForkServer, Watcher
 from mesh.execution.session import Session, SessionError, open_process_session
 from mesh.rpc.frames import Order
 from mesh.util import cgroups
 from mesh.util.isolated import isolated
 from mesh.util.processes import Process, catches, descendants_of, process_of, stands_still
 
-START_S = 30.0  # the interpreter starts in 20 ms, and took over 10 s on a loaded emulated machine (make test-machines)
 WATCHER_REPORTS_S = (
     3.0  # for the watcher to report the end of a guest, usually 1 ms; then it is killed too (own choice)
 )
@@ -84,19 +83,19 @@ class ProcessEngine:
         groups: bool = True,
         network: ProcessNetwork = "host",
         sandbox: Sandbox | None = None,
-        spare: Callable[[], bool] = lambda: False,
+        ready: Callable[[], bool] = lambda: False,
     ) -> None:
         """`namespaces` and `groups`: use namespaces and control groups where the machine allows them.
 
         `network` "none": a guest that cannot be kept from the network does not start. `sandbox`: files hidden from guests that
-        have namespaces. `spare`: whether to keep a watcher ready, so that the next guest starts without waiting for one.
+        have namespaces. `ready`: whether to start the fork server before the first guest, which then does not wait for it.
         """
         self._switch, self._own_switch = switch or KillSwitch(), switch is None
         self._namespaces, self._groups, self._network, self._sandbox = namespaces, groups, network, sandbox
         self._limits: frozenset[str] | None = None
         self._kernel: Kernel | None = None
         self._starts = Starts()
-        self._wants_spare, self._spare = spare, SpareWatcher()
+        self._ready, self._fork_server = ready, ForkServer()
 
     async def availability(self) -> Availability:
         if self._kernel is None:
@@ -125,7 +124,9 @@ class ProcessEngine:
             return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
         lacks = frozenset(LIMITS) - self._limits
         how = await asyncio.to_thread(subtree.remedy, lacks) if lacks else ""
-        self._prepare_spare()
+        if self._ready():
+            with contextlib.suppress(EngineError):  # the next guest says so
+                await self._fork_server.start()
         unlimited = tuple(name for kind, name in LIMITS.items() if kind in lacks)
         return Availability(
             ok=True,
@@ -164,7 +165,7 @@ class ProcessEngine:
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
         env |= {shown.variable: shown.source for shown in launch.data}
         env |= {**_injected(launch.injection.env, env), **launch.secrets.variables}
-        await asyncio.to_thread(self._check_command, launch, env)
+        order, group = await asyncio.to_thread(self._prepared, launch, env)
         spec = {
             "argv": launch.argv,
             "env": env,
@@ -174,13 +175,12 @@ class ProcessEngine:
             "namespaces": self._namespaces,
             "network": self._network if launch.proxy is None else "none",
             "proxy": launch.proxy is not None,
-            "sandbox": await asyncio.to_thread(self._sandboxed, launch),
+            "sandbox": order,
             "reads": [shown.source for shown in launch.data],
             "groups": {},
             "until": launch.until,
         }
         entry = GuestEntry(boot_id(), self.name, launch.job, launch.attempt)
-        group = await asyncio.to_thread(_group, launch) if self._groups else None
         if group is not None:
             spec["groups"] = group.plain()
             if "memory" in group.kinds:
@@ -188,24 +188,31 @@ class ProcessEngine:
             entry = dataclasses.replace(entry, groups=group.directories)
         guest = ProcessGuest(self._switch, tuple(map(Path, entry.groups)), launch.proxy)
         try:
-            await guest.start(await self._spare.take(), spec, entry)
+            await guest.start(await self._fork_server.watcher(), spec, entry)
         except BaseException:
             if group is not None:
                 await asyncio.to_thread(group.remove)
             raise
-        self._prepare_spare()
         return guest
 
-    def _prepare_spare(self) -> None:
-        if self._wants_spare():
-            self._spare.prepare()
+    def _prepared(self, launch: Launch, env: Mapping[str, str]) -> tuple[dict[str, Any] | None, GuestGroup | None]:
+        """Return what the guest sees (`sandbox.enter`) and its new control groups. EngineError if it must not start."""
+        own, order, seen = _own(launch), None, set[Path]()
+        if self._sandbox is not None:
+            reads, attempt = [Path(shown.source) for shown in launch.data], Path(launch.work_dir).parent
+            order = self._sandbox.plain(
+                attempt, own, launch.shm_mib, reads, launch.secrets.directory, launch.environment
+            )
+            seen = set(map(Path, order["kept"]))
+        self._check_command(launch, env, {*seen, *own, *map(Path, filter(None, [launch.environment]))})
+        return order, _group(launch) if self._groups else None
 
-    def _check_command(self, launch: Launch, env: Mapping[str, str]) -> None:
-        """Raise BadCommand if the guest would not find its command."""
-        command, own = launch.argv[0], [*_own(launch), *map(Path, filter(None, [launch.environment]))]
+    def _check_command(self, launch: Launch, env: Mapping[str, str], seen: Collection[Path]) -> None:
+        """Raise BadCommand if the guest, which sees these of the hidden places, would not find its command."""
+        command = launch.argv[0]
 
         def hidden(path: Path) -> bool:
-            return self._hides and self._sandbox is not None and self._sandbox.hides(path, own)
+            return self._hides and self._sandbox is not None and self._sandbox.hides(path, seen)
 
         if "/" in command and hidden(Path(launch.work_dir, command)):
             raise BadCommand(
@@ -216,16 +223,9 @@ class ProcessEngine:
         if "/" not in command and shutil.which(command, path=":".join(places)) is None:
             raise BadCommand(f"command {command!r} is not on this node's PATH", EXIT_NOT_FOUND)
 
-    def _sandboxed(self, launch: Launch) -> dict[str, object] | None:
-        if self._sandbox is None:
-            return None
-        reads, own = [Path(shown.source) for shown in launch.data], _own(launch)
-        attempt, secrets = Path(launch.work_dir).parent, launch.secrets.directory
-        return self._sandbox.plain(attempt, own, launch.shm_mib, reads, secrets, launch.environment)
-
     async def close(self) -> None:
         await self._starts.close(START_S)
-        await self._spare.close()
+        await self._fork_server.close()
         if self._own_switch:
             await asyncio.to_thread(self._switch.close)
 
@@ -242,7 +242,8 @@ class ProcessGuest:
         self._switch, self._groups, self._proxy = switch, groups, proxy
         self._key = ""
         self._first: Process | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._watcher: Watcher | None = None
+        self._errors = ""
         self._daemon_end = -1
         self._doors: socket.socket | None = None
         self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -252,20 +253,19 @@ class ProcessGuest:
 
     async def start(self, watcher: Watcher, spec: Mapping[str, object], entry: GuestEntry) -> None:
         """Register the watcher, and only then tell it what to run."""
-        self._process, self._daemon_end, self._doors = watcher.process, watcher.daemon_end, watcher.doors
-        status = watcher.status
-        entry = dataclasses.replace(entry, watcher=process_of(self._process.pid))
+        self._watcher, self._daemon_end, self._doors = watcher, watcher.daemon_end, watcher.doors
+        entry = dataclasses.replace(entry, watcher=watcher.process)
         try:
             self._key = await asyncio.to_thread(self._switch.add, entry)
         except EngineError:
             self._close_pipe()  # the watcher exits without a job
-            os.close(status)
-            await self._process.wait()
+            os.close(watcher.status)
+            await watcher.ended()
             raise
         with contextlib.suppress(BrokenPipeError):  # the watcher was killed: `_follow` hears of it
             await asyncio.to_thread(_write_all, self._daemon_end, json.dumps(spec).encode() + b"\n")
         os.set_blocking(self._daemon_end, False)
-        self._reader = asyncio.create_task(self._follow(status), name="guest status")
+        self._reader = asyncio.create_task(self._follow(watcher), name="guest status")
         try:
             async with asyncio.timeout(START_S):
                 started = asyncio.create_task(self._started.wait(), name="guest start")
@@ -275,12 +275,15 @@ class ProcessGuest:
             await self.kill()
             raise EngineError(f"the guest's first process did not come up within {START_S:g} s") from error
         if not self._started.is_set():
-            stderr = await self._process.stderr.read() if self._process.stderr is not None else b""
-            raise EngineError(f"the guest's first process failed: {stderr.decode(errors='replace')[-400:]}")
+            raise EngineError(f"the guest's first process failed: {self._errors[-400:]}")
         if self.isolation == "namespaces" and self._first is not None:
             entry = dataclasses.replace(entry, head=self._first)
-            await asyncio.to_thread(self._switch.update, self._key, entry)
-        await asyncio.to_thread(self._switch.check_started, self._key)
+        await asyncio.to_thread(self._register_started, entry)
+
+    def _register_started(self, entry: GuestEntry) -> None:
+        if entry.head is not None:
+            self._switch.update(self._key, entry)
+        self._switch.check_started(self._key)
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self._exit)
@@ -300,12 +303,8 @@ class ProcessGuest:
 
     async def pids(self) -> frozenset[int]:
         """Return its processes, orphans included: its watcher adopts them if there is no PID namespace."""
-        process = self._process
-        return (
-            frozenset(descendants_of(process.pid))
-            if process is not None and process.returncode is None
-            else frozenset()
-        )
+        watcher = self._watcher
+        return frozenset(descendants_of(watcher.process.pid)) if watcher is not None and watcher.lives else frozenset()
 
     async def stands_still(self) -> bool:
         return bool(cgroups.are_frozen(self._groups)) or all(stands_still(pid) for pid in self._pids())
@@ -331,15 +330,15 @@ class ProcessGuest:
             async with asyncio.timeout(WATCHER_REPORTS_S):
                 await self.wait()
         except TimeoutError:
-            if self._process is not None and self._process.returncode is None:
-                self._process.kill()
+            if self._watcher is not None:
+                self._watcher.process.kill()
             await self.wait()
 
-    async def _follow(self, descriptor: int) -> None:
+    async def _follow(self, watcher: Watcher) -> None:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(watcher.status, "rb", 0)
         )
         code, first, oom, reported = 137, False, False, False
         try:
@@ -359,8 +358,7 @@ class ProcessGuest:
         finally:
             transport.close()
             self._close_pipe()
-            if self._process is not None:
-                await self._process.wait()
+            self._errors = await watcher.ended()
             if not reported:  # the watcher was killed, perhaps by its guest
                 await self._switch.kill_and_wait(self._key)
             fault = await asyncio.to_thread(self._switch.remove, self._key)
@@ -380,10 +378,10 @@ class ProcessGuest:
 
     def _pids(self) -> list[int]:
         """Return every process of the job: the watcher's descendants without process 1 of the guest."""
-        if self._process is None or self._process.returncode is not None:
+        if self._watcher is None or not self._watcher.lives:
             return []
         first = self._first.pid if self._first is not None else 0
-        return [pid for pid in descendants_of(self._process.pid) if pid != first]
+        return [pid for pid in descendants_of(self._watcher.process.pid) if pid != first]
 
 
 def _age(pid: int) -> tuple[float, int]:

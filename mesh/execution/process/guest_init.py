@@ -1,4 +1,4 @@
-"""The watcher and the first process of a guest of the `process` engine. Standard library only; a separate process.
+"""The watcher and the first process of a guest of the `process` engine: forks of `fork_server`. Standard library only.
 
 It makes namespaces where the kernel allows, starts the job in its own session, reaps orphans, and kills everything when the
 daemon's end of the pipe closes: a guest never outlives its daemon. The pipe brings the job as a line of JSON, then lines with
@@ -42,9 +42,8 @@ STOP_LOOKS, STOP_LOOK_S = 1000, 0.001  # checks until all are stopped; it takes 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main() -> None:
+def main(daemon: int, status: int, doors: socket.socket) -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    daemon, status, doors = int(sys.argv[1]), int(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
     spec = read_spec(daemon)
     isolation = enter_namespaces(spec["namespaces"], spec["network"] == "none")
     if spec["network"] == "none" and isolation != "namespaces":

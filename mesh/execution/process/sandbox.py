@@ -14,6 +14,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_NOATIME, MS_NODIRATIME, MS_BIND, MS_REC, MS_RELATIME = 1024, 2048, 4096, 1 << 14, 1 << 21
@@ -58,7 +59,7 @@ class Sandbox:
         reads: Iterable[Path] = (),
         secrets: str | None = None,
         environment: str | None = None,
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         """Return the arguments of `enter`. `attempt`: its directory; `own`: paths that the guest may write; `reads`: that it may
         read; `secrets`: the directory that stands for SECRETS; `environment`: its Python environment, which it may read.
         """
@@ -84,10 +85,13 @@ class Sandbox:
             "shm_mib": shm_mib,
         }
 
-    def hides(self, path: Path, own: Iterable[Path]) -> bool:
-        """Return whether a guest cannot see a path. It decides by the path alone: guests must not learn what else exists."""
+    def hides(self, path: Path, seen: Iterable[Path]) -> bool:
+        """Return whether a guest that sees these of the hidden places cannot see a path.
+
+        It decides by the path alone: guests must not learn what else exists.
+        """
         path = Path(os.path.normpath(path))
-        return self._can_keep(path) and not any(path.is_relative_to(kept) for kept in (*self._programs(), *own))
+        return self._can_keep(path) and not any(path.is_relative_to(each) for each in seen)
 
     def _programs(self) -> set[Path]:
         programs = [Path(sys.executable), *(path / "bin" / name for path in self._sees for name in INTERPRETERS)]
