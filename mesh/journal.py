@@ -305,8 +305,10 @@ class Journal:
     async def _note_now(self) -> None:
         if self._writing is not None:
             self._hurry.set()
-            await self._writing
-            self._hurry.clear()
+            try:
+                await asyncio.shield(self._writing)  # who waits may be cancelled, the writing not
+            finally:
+                self._hurry.clear()
 
     async def events(self, job: bytes | None, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         """Return the sealed events of a job, or of all, with ids above `after`, oldest first; at most the newest `limit`."""
