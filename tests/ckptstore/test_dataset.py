@@ -8,6 +8,7 @@ import subprocess
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -190,6 +191,22 @@ def test_pipe_is_refused_and_a_file_that_grows_too(store: DataSets, source: Path
         Adder(store, grow).add(source)
     os.mkfifo(source / "pipe")
     with pytest.raises(BadPath, match="pipe is a socket, pipe or device"):
+        Adder(store).add(source)
+
+
+def test_file_that_is_replaced_before_it_is_opened_is_refused(
+    store: DataSets, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file = os.open
+
+    def replaced(path: Any, flags: int, *more: Any, **where: Any) -> int:
+        if path == b"empty":
+            (source / "empty").unlink()
+            os.mkfifo(source / "empty")
+        return open_file(path, flags, *more, **where)
+
+    with monkeypatch.context() as racing, pytest.raises(FileChanged):
+        racing.setattr(os, "open", replaced)
         Adder(store).add(source)
 
 
