@@ -232,6 +232,14 @@ def test_set_with_a_missing_or_damaged_chunk_is_not_published_or_written(store: 
         store.publish(b"\3" * 32, b"sealed", added.root)
     assert not store.has(b"\3" * 32)
 
+    added = Adder(store).add(source)
+    where = store.index.find(added.root.id)
+    assert where is not None
+    store.index.drop_pack(where.pack)
+    with pytest.raises(MissingChunks):
+        store.publish(b"\3" * 32, b"sealed", added.root)
+    assert not store.has(b"\3" * 32)
+
 
 # --- pages
 

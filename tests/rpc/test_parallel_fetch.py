@@ -206,6 +206,7 @@ async def test_holder_waits_for_a_slow_disk(world: World, monkeypatch: pytest.Mo
     fetch = asyncio.create_task(replicator.fetch(saved.id, [HONEST]))
     async with asyncio.timeout(60):
         while not bodies or bodies[0]._transport.is_reading():
+            assert not bodies or len(bodies[0]._whole) <= 1
             await asyncio.sleep(0.01)
     assert len(bodies[0]._whole) == 1, "one waits while the disk has one"
     disk.set()
