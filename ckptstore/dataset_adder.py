@@ -161,6 +161,7 @@ class Adder:
             names = sorted(os.fsencode(name) for name in os.listdir(descriptor))  # noqa: PTH208
             if len(names) > MOST_NAMES:
                 raise TooLarge(f"{os.fsdecode(path)} holds more than {MOST_NAMES} files: use directories in it")
+            check_path(parts, max(names, key=len, default=b""))
             inner: list[tuple[bytes, int]] = []
             for start in range(0, max(1, len(names)), SLICE):
                 some = names[start : start + SLICE]
@@ -249,7 +250,8 @@ class Adder:
             os.close(descriptor)
 
     def _small(self, directory: int, descriptor: int, name: bytes, info: os.stat_result) -> None:
-        size, times = info.st_size, _settled_times(info)
+        size, times = info.st_size, _times(info)
+        settled = _settled(times)
         if self._filled + size > CHUNK_BYTES:
             self._end_bundle()
             self._publish_if_full()
@@ -258,8 +260,8 @@ class Adder:
                 self._bundle = allocate(CHUNK_BYTES)
             if read_at(descriptor, self._bundle[self._filled : self._filled + size], 0) < size:
                 raise FileChanged(f"{os.fsdecode(name)} was truncated while it was being added")
-        _check_unchanged(descriptor, name, info)
-        self._bundled.append((directory, name, info.st_mode, times, self._filled))
+        _check_unchanged(descriptor, name, times)
+        self._bundled.append((directory, name, info.st_mode, settled, self._filled))
         self._filled += size
         self._read += size
         if len(self._bundled) >= PACK_ROWS:
@@ -287,7 +289,7 @@ class Adder:
 
     def _large(self, directory: int, descriptor: int, name: bytes, info: os.stat_result, row: Row | None) -> None:
         """Read a file chunk by chunk. What a killed add has read of it is not read again unless it changed since."""
-        times = _settled_times(info)
+        times = _settled(_times(info))
         pieces = split(lambda length, offset: os.pread(descriptor, length, offset), info.st_size)
         parts = bytearray()
         if row is not None and not self._rehash and row.child == UNFINISHED and row[2:6] == _times(info):
@@ -328,7 +330,7 @@ class Adder:
         finally:
             for _, future in waiting:  # no thread may use the buffers after this returns
                 future.cancelled() or future.exception()
-        _check_unchanged(descriptor, name, info)
+        _check_unchanged(descriptor, name, _times(info))
         self._row(directory, Row(name, info.st_mode, *times, NOWHERE, bytes(parts)))
         self._publish_if_full()
 
@@ -395,7 +397,6 @@ class Adder:
             elif stat.S_ISLNK(mode):
                 maker.add(Entry(name, mode, 0, (), (), packed))
             else:
-                check_path(parts, name)
                 found = unpack(packed)
                 for part in found:
                     self._members[part.id] = part.chunk_length
@@ -505,14 +506,13 @@ def _times(info: os.stat_result) -> Times:
     return (info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
 
 
-def _settled_times(info: os.stat_result) -> Times:
+def _settled(times: Times) -> Times:
     """Return the times of a file that is about to be read; no change time if it changed only now, so that it is read again."""
-    size, mtime_ns, ctime_ns, inode = _times(info)
-    return size, mtime_ns, ctime_ns if ctime_ns < time.time_ns() - SETTLED_NS else 0, inode
+    return times if times[2] < time.time_ns() - SETTLED_NS else (*times[:2], 0, times[3])
 
 
-def _check_unchanged(descriptor: int, name: bytes, before: os.stat_result) -> None:
-    if _times(os.fstat(descriptor)) != _times(before):
+def _check_unchanged(descriptor: int, name: bytes, before: Times) -> None:
+    if _times(os.fstat(descriptor)) != before:
         raise FileChanged(
             f"{os.fsdecode(name)} changed while it was being added: add it again once nothing writes there"
         )

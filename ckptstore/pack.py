@@ -298,9 +298,9 @@ class ObjectStream:
 
 def read_at(descriptor: int, buffer: bytearray | memoryview, offset: int) -> int:
     """Fill the buffer from `offset`, up to the end of the file; return the number of bytes read."""
-    view, filled = memoryview(buffer), 0
-    while filled < len(buffer):
-        count = os.preadv(descriptor, [view[filled:]], offset + filled)
+    filled = os.preadv(descriptor, [buffer], offset)
+    while 0 < filled < len(buffer):
+        count = os.preadv(descriptor, [memoryview(buffer)[filled:]], offset + filled)
         if count == 0:
             break
         filled += count

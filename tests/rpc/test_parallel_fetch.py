@@ -181,7 +181,8 @@ async def test_fetch_without_holders_reports_reason(manner: str, world: World, i
     saved = world.checkpoint()
     replicator = await world.replicator(other=manner)
     with pytest.raises(FetchError, match="chunks could not be fetched"):
-        await replicator.fetch(saved.id, [OTHER, HONEST])
+        async with asyncio.timeout(30):
+            await replicator.fetch(saved.id, [OTHER, HONEST])
     assert not world.ours.has(saved.id) and not list((world.root / "ours" / "tmp").iterdir())
 
 
