@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated
+from zlib import crc32
 
 import msgspec
 from blake3 import blake3
@@ -27,7 +28,7 @@ MAX_BYTES = 1 << 46  # of a data set: 64 TiB (own choice)
 PAGE_BYTES = 1 << 20  # of an encoded page or list
 PAGE_ENTRIES = 1024  # of a page
 PAGE_FULL_BYTES = PAGE_BYTES // 4  # a page is cut here at the latest, so that one more entry fits (own choice)
-CUT = 256  # a page ends at a name whose hash is a multiple of this, so it has about as many entries (own choice)
+CUT = 256  # a page ends at a name whose CRC-32 is a multiple of this, so it has about as many entries (own choice)
 MAX_LEVELS = 4  # of index pages: 1024 ** 4 entries
 OWN_REFS = 16  # chunks of a file in its entry; more are in lists (own choice)
 LIST_CHUNKS = 4096  # of one list: 16 GiB of a file (own choice)
@@ -241,7 +242,7 @@ def _check_entry(entry: Entry, lengths: Sequence[int]) -> None:
 
 def cut_after(name: bytes) -> bool:
     """Tell whether a page ends with this name."""
-    return int.from_bytes(blake3(name).digest(4), "big") % CUT == 0
+    return crc32(name) % CUT == 0
 
 
 class PageMaker:
@@ -262,8 +263,7 @@ class PageMaker:
             )
             self.add(Entry(name, mode, size, (), lists))
             return
-        refs = [Ref(self._number(part), part.offset, part.length) for part in parts]
-        self.add(Entry(name, mode, size, tuple(refs)))
+        self.add(Entry(name, mode, size, tuple([Ref(self._number(one), one.offset, one.length) for one in parts])))
 
     def add(self, entry: Entry) -> None:
         self._entries.append(entry)
@@ -300,7 +300,7 @@ class PageMaker:
         for place, child in enumerate(children):
             some.append(child)
             # Level by level other names must cut, or a level would not be smaller than the one below it.
-            cut = int.from_bytes(blake3(b"index" + child.name).digest(4), "big") % (CUT // 4) == 0
+            cut = crc32(b"index" + child.name) % (CUT // 4) == 0
             rest = len(children) - place - 1
             if len(some) >= 2 and rest != 1 and (cut or len(some) >= PAGE_ENTRIES - 1 or not rest):
                 size, entries = sum(c.link.size for c in some), sum(c.link.entries for c in some)
