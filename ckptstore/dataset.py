@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated
+from zlib import crc32
 
 import msgspec
 from blake3 import blake3
@@ -27,7 +28,7 @@ MAX_BYTES = 1 << 46  # of a data set: 64 TiB (own choice)
 PAGE_BYTES = 1 << 20  # of an encoded page or list
 PAGE_ENTRIES = 1024  # of a page
 PAGE_FULL_BYTES = PAGE_BYTES // 4  # a page is cut here at the latest, so that one more entry fits (own choice)
-CUT = 256  # a page ends at a name whose hash is a multiple of this, so it has about as many entries (own choice)
+CUT = 256  # a page ends at a name whose CRC-32 is a multiple of this, so it has about as many entries (own choice)
 MAX_LEVELS = 4  # of index pages: 1024 ** 4 entries
 OWN_REFS = 16  # chunks of a file in its entry; more are in lists (own choice)
 LIST_CHUNKS = 4096  # of one list: 16 GiB of a file (own choice)
@@ -37,7 +38,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Put = Callable[[bytes], bytes]  # stores an encoded page or list; returns the id of its chunk
 
 
-class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A page or list: its chunk and that chunk's length; behind it are `entries` entries that hold `size` bytes of files."""
 
     id: bytes
@@ -54,7 +55,7 @@ class Ref(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     length: Natural
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A file, directory or symbolic link. A file has `refs`, or `lists` if it has many chunks; a directory has one list, its
     page."""
 
@@ -137,8 +138,8 @@ def decode_page(data: Bytes, link: Link) -> Page:
     if len(names) > PAGE_ENTRIES or any(a >= b for a, b in pairwise(names)):
         raise BadManifest("the names of a page are not in order, or one occurs twice")
     links = [child.link for child in page.children]
-    size = sum(entry.size for entry in page.entries) + sum(one.size for one in links)
-    entries = sum(1 + _below(entry) for entry in page.entries) + sum(one.entries for one in links)
+    size = sum([entry.size for entry in page.entries]) + sum([one.size for one in links])
+    entries = len(page.entries) + sum([_below(entry) for entry in page.entries]) + sum([one.entries for one in links])
     if (size, entries) != (link.size, link.entries):
         raise BadManifest("a page of a data set does not hold what its link says")
     return page
@@ -176,11 +177,22 @@ def check_name(name: bytes) -> None:
         raise BadPath(f"{name[:80]!r} is not the name of a file")
 
 
-def check_place(parts: Sequence[bytes], entry: Entry) -> None:
-    """Raise BadPath if an entry cannot be written below these directories: too deep, or a link that leads out of the set."""
-    path = b"/".join((*parts, entry.name))
+def key_of(root: Link) -> bytes:
+    """Return what stands for a tree that no manifest names yet."""
+    return blake3(encode(root)).digest()
+
+
+def check_path(parts: Sequence[bytes], name: bytes) -> bytes:
+    """Return the path of an entry below these directories. BadPath if it is nested too deep."""
+    path = b"/".join((*parts, name))
     if len(path) > MAX_PATH_BYTES or len(parts) >= MAX_DEPTH:
         raise BadPath(f"{path[:80]!r} is nested too deep")
+    return path
+
+
+def check_place(parts: Sequence[bytes], entry: Entry) -> None:
+    """Raise BadPath if an entry cannot be written below these directories: too deep, or a link that leads out of the set."""
+    path = check_path(parts, entry.name)
     if stat.S_ISLNK(entry.mode):
         check_target(path, entry.target)
 
@@ -191,7 +203,7 @@ def check_target(path: bytes, target: bytes) -> None:
 
 
 def _below(entry: Entry) -> int:
-    return sum(link.entries for link in entry.lists)
+    return sum([link.entries for link in entry.lists]) if entry.lists else 0  # most entries have none
 
 
 def _check_children(page: Page) -> None:
@@ -209,8 +221,8 @@ def _check_children(page: Page) -> None:
 def _check_entry(entry: Entry, lengths: Sequence[int]) -> None:
     for link in entry.lists:
         check_link_bounds(link)
-    held = sum(link.size for link in entry.lists) + sum(ref.length for ref in entry.refs)
-    if held != entry.size:
+    held = [link.size for link in entry.lists] + [ref.length for ref in entry.refs]
+    if sum(held) != entry.size:
         raise BadManifest(f"{entry.name!r}: its size is not that of its content")
     if stat.S_ISREG(entry.mode):
         for ref in entry.refs:
@@ -230,7 +242,7 @@ def _check_entry(entry: Entry, lengths: Sequence[int]) -> None:
 
 def cut_after(name: bytes) -> bool:
     """Tell whether a page ends with this name."""
-    return int.from_bytes(blake3(name).digest(4), "big") % CUT == 0
+    return crc32(name) % CUT == 0
 
 
 class PageMaker:
@@ -251,8 +263,7 @@ class PageMaker:
             )
             self.add(Entry(name, mode, size, (), lists))
             return
-        refs = tuple(Ref(self._number(part), part.offset, part.length) for part in parts)
-        self.add(Entry(name, mode, size, refs))
+        self.add(Entry(name, mode, size, tuple([Ref(self._number(one), one.offset, one.length) for one in parts])))
 
     def add(self, entry: Entry) -> None:
         self._entries.append(entry)
@@ -289,7 +300,7 @@ class PageMaker:
         for place, child in enumerate(children):
             some.append(child)
             # Level by level other names must cut, or a level would not be smaller than the one below it.
-            cut = int.from_bytes(blake3(b"index" + child.name).digest(4), "big") % (CUT // 4) == 0
+            cut = crc32(b"index" + child.name) % (CUT // 4) == 0
             rest = len(children) - place - 1
             if len(some) >= 2 and rest != 1 and (cut or len(some) >= PAGE_ENTRIES - 1 or not rest):
                 size, entries = sum(c.link.size for c in some), sum(c.link.entries for c in some)

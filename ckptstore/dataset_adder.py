@@ -15,18 +15,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptstore.buffers import allocate
 from ckptstore.chunker import CHUNK_BYTES, split
 from ckptstore.codec import choose, encode
-from ckptstore.dataset import MAX_BYTES, MAX_ENTRIES, Entry, Link, PageMaker, Part, check_place, check_root
-from ckptstore.dataset_store import DataSets
+from ckptstore.dataset import (
+    MAX_BYTES,
+    MAX_ENTRIES,
+    Entry,
+    Link,
+    PageMaker,
+    Part,
+    check_path,
+    check_place,
+    check_root,
+    key_of,
+)
+from ckptstore.dataset_store import ROWS, DataSets
 from ckptstore.encoding import Encoding
 from ckptstore.errors import BadPath, FileChanged, TooLarge
 from ckptstore.manifest import MAX_DEPTH
-from ckptstore.pack import PackWriter, chunk_name, read_at, wrap
+from ckptstore.pack import ID_BYTES, PackWriter, chunk_name, read_at, wrap
 
 THREADS = min(2, os.cpu_count() or 1)  # for hashing and encoding: an add must not take the machine (own choice)
 SMALL_BYTES = 512 << 10  # smaller files share bundles (own choice)
@@ -35,6 +47,7 @@ PACK_ROWS = 16_384  # or after so many files
 PARTIAL_BYTES = 1 << 30  # a file in progress is noted so often
 MOST_NAMES = 1_000_000  # in one directory: a name takes 60 bytes of memory while it is listed (own choice)
 SLICE = 4096  # names compared with the table at a time
+AT_ONCE = 100  # rows in a statement: other threads cannot run Python between them, and SQLite takes 999 parameters
 # A file that changed so short before it was read could change again within the same clock tick (as "racily clean" in git).
 SETTLED_NS = 2_000_000_000
 PART = struct.Struct(">32sIII")
@@ -52,12 +65,13 @@ class Progress(NamedTuple):
 
 
 class Added(NamedTuple):
-    """`new_bytes`: written to packs."""
+    """`new_bytes`: written to packs; `chunk_bytes`: of all its chunks, each counted once."""
 
     root: Link
     files: int
     read_bytes: int
     new_bytes: int
+    chunk_bytes: int
 
 
 class Stopped(RuntimeError):
@@ -77,7 +91,8 @@ class Row(NamedTuple):
     parts: bytes
 
 
-Bundled = tuple[int, Row, int]  # a file in a bundle: its directory, its row without parts, its offset
+Times = tuple[int, int, int, int]  # size, mtime_ns, ctime_ns and inode
+Bundled = tuple[int, bytes, int, Times, int]  # a file in a bundle: its directory, name, mode and times, its offset
 
 
 class Adder:
@@ -90,7 +105,7 @@ class Adder:
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="dataset packs")
         self._publishing: Future[None] | None = None
         self._writer = PackWriter(store.tmp, store.packs)
-        self._rows: list[tuple[int, Row]] = []
+        self._rows: list[tuple[object, ...]] = []  # to be written to the table
         self._bundle: memoryview | None = None
         self._bundled: list[Bundled] = []
         self._filled = 0
@@ -98,6 +113,8 @@ class Adder:
         self._held: set[str] = set()
         self._known: set[bytes] = set()
         self._zeros: dict[int, bytes] = {}
+        self._set = os.urandom(ID_BYTES)  # stands for the data set until its root is known
+        self._members: dict[bytes, int] = {}  # chunks of its pages, with their lengths
         self._files = self._bytes = self._read = self._new = 0
 
     def add(self, path: Path) -> Added:
@@ -121,9 +138,11 @@ class Adder:
                 check_root(link)
                 self._publish()
                 self._await_published()
+                self._note_members()
+                chunk_bytes = self._store.members.complete(self._set, key_of(link))
             finally:
                 self._close()
-        return Added(link, self._files, self._read, self._new)
+        return Added(link, self._files, self._read, self._new, chunk_bytes)
 
     def _close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -142,6 +161,7 @@ class Adder:
             names = sorted(os.fsencode(name) for name in os.listdir(descriptor))  # noqa: PTH208
             if len(names) > MOST_NAMES:
                 raise TooLarge(f"{os.fsdecode(path)} holds more than {MOST_NAMES} files: use directories in it")
+            check_path(parts, max(names, key=len, default=b""))
             inner: list[tuple[bytes, int]] = []
             for start in range(0, max(1, len(names)), SLICE):
                 some = names[start : start + SLICE]
@@ -186,7 +206,7 @@ class Adder:
                     self._row(directory, Row(name, info.st_mode, 0, 0, 0, 0, NOWHERE, target))
             elif stat.S_ISREG(info.st_mode):
                 if row is None or not self._is_current(row, info):
-                    self._file(directory, descriptor, name, row)
+                    self._file(directory, descriptor, name, info, row)
                 elif row.mode != info.st_mode:
                     self._row(directory, row._replace(mode=info.st_mode))
                 self._bytes += info.st_size
@@ -218,12 +238,10 @@ class Adder:
             self._known.add(chunk)
         return True
 
-    def _file(self, directory: int, place: int, name: bytes, row: Row | None) -> None:
+    def _file(self, directory: int, place: int, name: bytes, info: os.stat_result, row: Row | None) -> None:
+        """Read a file that was found like this. FileChanged if it is another one, or changes meanwhile."""
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=place)
         try:
-            info = os.fstat(descriptor)
-            if not stat.S_ISREG(info.st_mode):
-                raise FileChanged(f"{os.fsdecode(name)} was replaced while it was being added")
             if info.st_size < SMALL_BYTES:
                 self._small(directory, descriptor, name, info)
             else:
@@ -232,7 +250,8 @@ class Adder:
             os.close(descriptor)
 
     def _small(self, directory: int, descriptor: int, name: bytes, info: os.stat_result) -> None:
-        size, times = info.st_size, _settled_times(info)
+        size, times = info.st_size, _times(info)
+        settled = _settled(times)
         if self._filled + size > CHUNK_BYTES:
             self._end_bundle()
             self._publish_if_full()
@@ -241,8 +260,8 @@ class Adder:
                 self._bundle = allocate(CHUNK_BYTES)
             if read_at(descriptor, self._bundle[self._filled : self._filled + size], 0) < size:
                 raise FileChanged(f"{os.fsdecode(name)} was truncated while it was being added")
-            _check_unchanged(descriptor, name, info)
-        self._bundled.append((directory, Row(name, info.st_mode, *times, NOWHERE, b""), self._filled))
+        _check_unchanged(descriptor, name, times)
+        self._bundled.append((directory, name, info.st_mode, settled, self._filled))
         self._filled += size
         self._read += size
         if len(self._bundled) >= PACK_ROWS:
@@ -264,13 +283,13 @@ class Adder:
     def _settle_bundle(self) -> None:
         future, length, bundled = self._bundles.popleft()
         chunk = future.result() if future is not None else b""
-        for directory, row, offset in bundled:
-            parts = PART.pack(chunk, length, offset, row.size) if row.size else b""
-            self._row(directory, row._replace(parts=parts))
+        for directory, name, mode, times, offset in bundled:
+            parts = PART.pack(chunk, length, offset, times[0]) if times[0] else b""
+            self._rows.append((directory, name, mode, *times, NOWHERE, parts))
 
     def _large(self, directory: int, descriptor: int, name: bytes, info: os.stat_result, row: Row | None) -> None:
         """Read a file chunk by chunk. What a killed add has read of it is not read again unless it changed since."""
-        times = _settled_times(info)
+        times = _settled(_times(info))
         pieces = split(lambda length, offset: os.pread(descriptor, length, offset), info.st_size)
         parts = bytearray()
         if row is not None and not self._rehash and row.child == UNFINISHED and row[2:6] == _times(info):
@@ -311,7 +330,7 @@ class Adder:
         finally:
             for _, future in waiting:  # no thread may use the buffers after this returns
                 future.cancelled() or future.exception()
-        _check_unchanged(descriptor, name, info)
+        _check_unchanged(descriptor, name, _times(info))
         self._row(directory, Row(name, info.st_mode, *times, NOWHERE, bytes(parts)))
         self._publish_if_full()
 
@@ -336,7 +355,7 @@ class Adder:
         return chunk.id
 
     def _row(self, directory: int, row: Row) -> None:
-        self._rows.append((directory, row))
+        self._rows.append((directory, *row))
 
     def _publish_if_full(self) -> None:
         if self._writer.bytes_written >= PACK_BYTES or len(self._rows) >= PACK_ROWS:
@@ -355,7 +374,7 @@ class Adder:
         self._rows, self._writer = [], PackWriter(self._store.tmp, self._store.packs)
         self._publishing = self._publisher.submit(self._make_durable, writer, rows)
 
-    def _make_durable(self, writer: PackWriter, rows: Sequence[tuple[int, Row]]) -> None:
+    def _make_durable(self, writer: PackWriter, rows: Sequence[tuple[object, ...]]) -> None:
         """Publish the pack, and only then write the rows that name its chunks."""
         self._store.publish_pack(writer)
         if rows:
@@ -371,22 +390,31 @@ class Adder:
     def _build(self, directory: int, parts: tuple[bytes, ...]) -> Link:
         """Make the pages of a directory from the table."""
         maker = PageMaker(self._put_page)
-        for row in self._sources.rows(directory):
-            if stat.S_ISDIR(row.mode):
-                link = self._build(row.child, (*parts, row.name))
-                maker.add(Entry(row.name, row.mode, link.size, (), (link,)))
-            elif stat.S_ISLNK(row.mode):
-                maker.add(Entry(row.name, row.mode, 0, (), (), row.parts))
+        for name, mode, size, child, packed in self._sources.made(directory):
+            if stat.S_ISDIR(mode):
+                link = self._build(child, (*parts, name))
+                maker.add(Entry(name, mode, link.size, (), (link,)))
+            elif stat.S_ISLNK(mode):
+                maker.add(Entry(name, mode, 0, (), (), packed))
             else:
-                check_place(parts, Entry(row.name, row.mode, row.size))
-                maker.file(row.name, row.mode, row.size, list(unpack(row.parts)))
+                found = unpack(packed)
+                for part in found:
+                    self._members[part.id] = part.chunk_length
+                maker.file(name, mode, size, found)
         return maker.finish()
 
     def _put_page(self, data: bytes) -> bytes:
         chunk = self._put(data, None)
+        self._members[chunk] = len(data)
+        if len(self._members) >= ROWS:
+            self._note_members()
         if self._writer.bytes_written >= PACK_BYTES:
             self._publish()
         return chunk
+
+    def _note_members(self) -> None:
+        self._store.members.note(self._set, self._members.items())
+        self._members.clear()
 
 
 class Sources:
@@ -438,18 +466,20 @@ class Sources:
         if high is not None:
             query, bounds = query + " AND name <= ?", [*bounds, high]
         with self._lock:
-            return (Row(*row) for row in self._db.execute(query, bounds).fetchall())
+            return map(Row._make, self._db.execute(query, bounds).fetchall())
 
-    def rows(self, directory: int) -> Iterator[Row]:
-        query = f"SELECT {COLUMNS} FROM entries WHERE directory = ? ORDER BY name"
-        return (Row(*row) for row in self._db.cursor().execute(query, [directory]))
+    def made(self, directory: int) -> Iterator[tuple[bytes, int, int, int, bytes]]:
+        """Yield what its page says of each entry: name, mode, size, child, parts."""
+        query = "SELECT name, mode, size, child, parts FROM entries WHERE directory = ? ORDER BY name"
+        return self._db.cursor().execute(query, [directory])
 
-    def write(self, rows: Sequence[tuple[int, Row]]) -> None:
+    def write(self, rows: Sequence[tuple[object, ...]]) -> None:
+        one = f"({', '.join('?' * WIDTH)})"
         with self._lock, self._db:
-            self._db.executemany(
-                "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [(where, *row) for where, row in rows],
-            )
+            for start in range(0, len(rows), AT_ONCE):
+                some = rows[start : start + AT_ONCE]
+                values = ", ".join([one] * len(some))
+                self._db.execute(f"INSERT OR REPLACE INTO entries VALUES {values}", list(chain.from_iterable(some)))
             self._db.execute("UPDATE numbers SET last = ?", [self._last])
 
     def remove(self, directory: int, row: Row) -> None:
@@ -465,24 +495,24 @@ class Sources:
 
 
 COLUMNS = ", ".join(Row._fields)
+WIDTH = 1 + len(Row._fields)
 
 
-def unpack(parts: bytes) -> Iterator[Part]:
-    return (Part(*found) for found in PART.iter_unpack(parts))
+def unpack(parts: bytes) -> list[Part]:
+    return [Part(*found) for found in PART.iter_unpack(parts)]
 
 
-def _times(info: os.stat_result) -> tuple[int, int, int, int]:
+def _times(info: os.stat_result) -> Times:
     return (info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
 
 
-def _settled_times(info: os.stat_result) -> tuple[int, int, int, int]:
+def _settled(times: Times) -> Times:
     """Return the times of a file that is about to be read; no change time if it changed only now, so that it is read again."""
-    size, mtime_ns, ctime_ns, inode = _times(info)
-    return size, mtime_ns, ctime_ns if ctime_ns < time.time_ns() - SETTLED_NS else 0, inode
+    return times if times[2] < time.time_ns() - SETTLED_NS else (*times[:2], 0, times[3])
 
 
-def _check_unchanged(descriptor: int, name: bytes, before: os.stat_result) -> None:
-    if _times(os.fstat(descriptor)) != _times(before):
+def _check_unchanged(descriptor: int, name: bytes, before: Times) -> None:
+    if _times(os.fstat(descriptor)) != before:
         raise FileChanged(
             f"{os.fsdecode(name)} changed while it was being added: add it again once nothing writes there"
         )

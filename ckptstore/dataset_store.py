@@ -30,6 +30,7 @@ from ckptstore.dataset import (
     decode_list,
     decode_page,
     fresh,
+    key_of,
     links_of,
 )
 from ckptstore.encoding import Bytes
@@ -72,11 +73,11 @@ class DataSets(ObjectStore):
                 directory.mkdir(exist_ok=True)
             for leftover in self.trees.glob("*.making"):
                 remove_tree(leftover)
-        self._members = Members(root / "members.sqlite")
+        self.members = Members(root / "members.sqlite")
         self._busy = 0  # adds and fetches in progress: what they have stored belongs to no set yet
 
     def close(self) -> None:
-        self._members.close()
+        self.members.close()
         super().close()
 
     # --- sets
@@ -95,47 +96,47 @@ class DataSets(ObjectStore):
             raise NotFound(f"data set {identity.hex()[:12]} is not on this node") from error
 
     def publish(self, identity: bytes, sealed: bytes, root: Link) -> None:
-        """Keep a data set whose chunks are all here; durable on return. MissingChunks, BadManifest."""
-        self.enter(identity, root)
+        """Keep a data set whose chunks are all here; durable on return. MissingChunks, BadManifest.
+
+        The tree is walked, unless this node has made it.
+        """
+        if self.members.complete(key_of(root), identity):
+            self._check_here(chunk for chunk, _ in self.members.of(identity))
+        else:
+            self.enter(identity, root)
         with self.disk_errors():
             write_durably(self.sets / identity.hex(), sealed)
 
     def enter(self, identity: bytes, root: Link) -> None:
         """Record the chunks of a data set, after its whole tree is walked."""
-        self._members.replace(identity, self._found(root))
-
-    def measure(self, root: Link) -> int:
-        """Return the bytes of all chunks of a tree, each counted once."""
-        self.enter(root.id, root)
-        try:
-            return self.known()[root.id].bytes
-        finally:
-            self._members.remove(root.id)
-
-    def _found(self, root: Link) -> Iterator[tuple[bytes, int]]:
+        self.members.remove(identity)
         for batch in batches(self.chunks(root), ROWS):
-            missing = self.index.missing(one for one, _ in batch)
-            if missing:
-                raise MissingChunks(f"{len(missing)} chunks of this data set are not here", missing)
-            yield from batch
+            self._check_here(chunk for chunk, _ in batch)
+            self.members.note(identity, batch)
+        self.members.complete(identity, identity)
+
+    def _check_here(self, chunks: Iterable[bytes]) -> None:
+        missing = self.index.missing(chunks)
+        if missing:
+            raise MissingChunks(f"{len(missing)} chunks of this data set are not here", missing)
 
     def known(self) -> dict[bytes, Member]:
-        return {member.id: member for member in self._members.all()}
+        return {member.id: member for member in self.members.all()}
 
     def belongs(self, identity: bytes, chunks: Sequence[bytes]) -> bool:
         """Tell whether all of these chunks are of a data set that is here."""
-        return self.has(identity) and self._members.have(identity, chunks)
+        return self.has(identity) and self.members.have(identity, chunks)
 
     def missing_of(self, identity: bytes) -> list[tuple[bytes, int]]:
         """Return the chunks of a known set that are not here any more, with their lengths."""
-        return [row for row in self._members.of(identity) if not self.index.places(row[0])]
+        return [row for row in self.members.of(identity) if not self.index.places(row[0])]
 
     def forget(self, identity: bytes) -> set[str]:
         """Remove a data set, its tree first; return the packs with its chunks, for `free`."""
         self.drop_tree(identity)
-        places = [place for chunk, _ in self._members.of(identity) for place in self.index.places(chunk)]
+        places = [place for chunk, _ in self.members.of(identity) for place in self.index.places(chunk)]
         (self.sets / identity.hex()).unlink(missing_ok=True)
-        self._members.remove(identity)
+        self.members.remove(identity)
         return {place.pack for place in places}
 
     @contextlib.contextmanager
@@ -154,11 +155,13 @@ class DataSets(ObjectStore):
 
         While something is added or fetched, a pack that it may just have come to rely on stays.
         """
-        with self.lock:
+        with self.lock:  # nothing begins to be added meanwhile
             least_s = FREED_AGE_S if self._busy else 0.0
+            if not self._busy:
+                self.members.keep(self.held())  # the others were given up
         age_s = KEEP_PARTIAL_S if only is None else least_s
         with self.disk_errors():
-            return collect(self, self.sets, self._members, min_age_s=age_s, now_unix=now_unix, only=only)
+            return collect(self, self.sets, self.members, min_age_s=age_s, now_unix=now_unix, only=only)
 
     # --- walking
 
@@ -349,17 +352,37 @@ class Members(Container[bytes]):
             found = self._connection.execute("SELECT 1 FROM members WHERE chunk = ?", [chunk])
             return found.fetchone() is not None
 
-    def replace(self, identity: bytes, chunks: Iterable[tuple[bytes, int]]) -> None:
-        self.remove(identity)
-        for batch in batches(chunks, ROWS):
-            rows = [(chunk, identity, length) for chunk, length in batch]
-            with self._lock, self._connection:
-                self._connection.executemany("INSERT OR IGNORE INTO members VALUES (?, ?, ?)", rows)
+    def note(self, identity: bytes, chunks: Iterable[tuple[bytes, int]]) -> None:
+        """Record some chunks of a set that is not complete yet."""
+        rows = [(chunk, identity, length) for chunk, length in chunks]
         with self._lock, self._connection:
-            self._connection.execute(
-                "INSERT INTO sets SELECT ?, COUNT(*), COALESCE(SUM(length), 0) FROM members WHERE data = ?",
-                [identity, identity],
-            )
+            self._connection.executemany("INSERT OR IGNORE INTO members VALUES (?, ?, ?)", rows)
+
+    def complete(self, noted: bytes, identity: bytes) -> int:
+        """Give what was noted its name, and return the bytes of its chunks; 0 if nothing was."""
+        with self._lock, self._connection:
+            count, size = self._connection.execute(
+                "SELECT COUNT(*), COALESCE(SUM(length), 0) FROM members WHERE data = ?", [noted]
+            ).fetchone()
+            if not count:
+                return 0
+            if noted != identity:
+                self._connection.execute("DELETE FROM sets WHERE data = ?", [noted])
+                self._connection.execute("DELETE FROM members WHERE data = ?", [identity])
+                self._connection.execute("UPDATE members SET data = ? WHERE data = ?", [identity, noted])
+            self._connection.execute("INSERT OR REPLACE INTO sets VALUES (?, ?, ?)", [identity, count, size])
+        return int(size)
+
+    def keep(self, identities: Iterable[bytes]) -> None:
+        """Remove all but these sets."""
+        kept, last = set(identities), b""
+        while True:
+            with self._lock:
+                (last,) = self._connection.execute("SELECT MIN(data) FROM members WHERE data > ?", [last]).fetchone()
+            if last is None:
+                return
+            if last not in kept:
+                self.remove(last)
 
     def remove(self, identity: bytes) -> None:
         with self._lock, self._connection:

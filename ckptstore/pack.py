@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
+from ckptstore.buffers import allocate
 from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.cipher import ENCRYPTION_BYTES, Name, StateCipher, check_encrypted
 from ckptstore.encoding import PLANES, RAW, WIDTHS, ZSTD, Bytes
@@ -153,6 +154,9 @@ def open_chunk(header: ObjectHeader, stored: Bytes, base: Bytes | None, cipher: 
     return data
 
 
+StoredObject = tuple[ObjectHeader, memoryview]  # with its stored bytes
+
+
 class PackWriter:
     """Writes a pack in `tmp`, then publishes it as a whole. `add` may be called from several threads.
 
@@ -249,36 +253,42 @@ def _kind(foreign: bool) -> bytes:
 
 
 class ObjectStream:
-    """Parses a stream of objects that arrives in pieces of any size.
-
-    It verifies stored bytes unless they are the chunk itself, which the consumer compares with its id.
-    """
+    """Parses a stream of objects that arrives in pieces of any size. Headers are verified, stored bytes are not."""
 
     def __init__(self) -> None:
         self._header: ObjectHeader | None = None
-        self._buffer = bytearray(HEADER_BYTES)
+        self._buffer = allocate(HEADER_BYTES)
         self._filled = 0
 
-    def feed(self, data: Bytes) -> Iterator[tuple[ObjectHeader, bytearray]]:
-        """Yield the header and stored bytes of each completed object. CorruptChunk at a damaged one, which ends the stream."""
+    def feed(self, data: Bytes) -> Iterator[StoredObject]:
+        """Yield each completed object. CorruptChunk at a damaged header, which ends the stream."""
         view = memoryview(data)
-        while view or self._filled == len(self._buffer):
-            take = min(len(view), len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + take] = view[:take]
-            self._filled, view = self._filled + take, view[take:]
-            if self._filled < len(self._buffer):
-                return
-            whole, self._filled = self._buffer, 0
-            if self._header is None:
-                self._header = decode_header(whole)
-                self._buffer = bytearray(self._header.stored_length)
-            else:
-                header, self._header = self._header, None
-                self._buffer = bytearray(HEADER_BYTES)
-                # The id of a plain chunk is the hash of its stored bytes, and the consumer compares them.
-                if not header.plain:
-                    check_stored(header, whole)
-                yield header, whole
+        while view:
+            space = self.space()
+            taken = min(len(view), len(space))
+            space[:taken], view = view[:taken], view[taken:]
+            found = self.advance(taken)
+            if found is not None:
+                yield found
+
+    def space(self) -> memoryview:
+        """Return the memory for the next bytes, which `advance` counts."""
+        return self._buffer[self._filled :]
+
+    def advance(self, count: int) -> StoredObject | None:
+        """Take the bytes that were written to `space`; return the object that they complete. CorruptChunk as `feed`."""
+        self._filled += count
+        if self._filled < len(self._buffer):
+            return None
+        whole, self._filled = self._buffer, 0
+        if self._header is None:
+            self._header = decode_header(whole)
+            whole = self._buffer = allocate(self._header.stored_length)
+            if whole:
+                return None
+        header, self._header = self._header, None
+        self._buffer = allocate(HEADER_BYTES)
+        return header, whole
 
     @property
     def clean(self) -> bool:
@@ -288,9 +298,9 @@ class ObjectStream:
 
 def read_at(descriptor: int, buffer: bytearray | memoryview, offset: int) -> int:
     """Fill the buffer from `offset`, up to the end of the file; return the number of bytes read."""
-    view, filled = memoryview(buffer), 0
-    while filled < len(buffer):
-        count = os.preadv(descriptor, [view[filled:]], offset + filled)
+    filled = os.preadv(descriptor, [buffer], offset)
+    while 0 < filled < len(buffer):
+        count = os.preadv(descriptor, [memoryview(buffer)[filled:]], offset + filled)
         if count == 0:
             break
         filled += count

@@ -1,12 +1,21 @@
 """Receiver: takes chunks from a peer, decodes and verifies each as it arrives, and makes them durable together."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ckptstore.encoding import Bytes
 from ckptstore.errors import CorruptChunk
 from ckptstore.objects import ObjectStore
-from ckptstore.pack import HEADER_BYTES, MAX_STORED, ObjectHeader, ObjectStream, PackWriter, open_chunk
+from ckptstore.pack import (
+    HEADER_BYTES,
+    MAX_STORED,
+    ObjectHeader,
+    ObjectStream,
+    PackWriter,
+    StoredObject,
+    check_stored,
+    open_chunk,
+)
 
 
 class Receiver:
@@ -18,7 +27,7 @@ class Receiver:
     def __init__(self, store: ObjectStore, max_bytes: int, foreign: bool = False) -> None:
         self._store = store
         self._remaining = max_bytes
-        self._stream = ObjectStream()
+        self.objects = ObjectStream()
         self._held: set[str] = set()
         self._lock = threading.Lock()
         self._ended = False
@@ -27,12 +36,20 @@ class Receiver:
 
     def feed(self, data: Bytes) -> int:
         """Take some bytes; return the number of chunks they completed. CorruptChunk ends the stream."""
-        self._remaining -= len(data)
+        self.expect(len(data))
+        return self.take(self.objects.feed(data))
+
+    def expect(self, count: int) -> None:
+        """Count bytes that come, or will come. CorruptChunk if they are too many."""
+        self._remaining -= count
         if self._remaining < 0:
             raise CorruptChunk("the peer sends more than was requested")
+
+    def take(self, objects: Iterable[StoredObject]) -> int:
+        """Take objects whose bytes were expected, from `objects`; return their number. CorruptChunk ends the stream."""
         count = 0
         with self._lock, self._store.disk_errors():
-            for header, stored in self._stream.feed(data) if not self._ended else ():
+            for header, stored in objects if not self._ended else ():
                 self._take(header, stored)
                 self.arrived.add(header.id)
                 count += 1
@@ -40,7 +57,7 @@ class Receiver:
 
     def finish(self) -> int:
         """Make the chunks durable; return the number of new ones. CorruptChunk if the stream ended inside a chunk."""
-        if not self._stream.clean:
+        if not self.objects.clean:
             self.abort()
             raise CorruptChunk("the stream ended inside a chunk")
         return self.keep()
@@ -67,6 +84,8 @@ class Receiver:
                 self._writer.abort()
 
     def _take(self, header: ObjectHeader, stored: Bytes) -> None:
+        if not header.plain:  # else the stored bytes are the chunk, which is compared with its id
+            check_stored(header, stored)
         where = self._store.hold(header.id, self._held)
         if where is not None and (where.base is None or header.base is not None):
             return

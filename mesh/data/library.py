@@ -222,8 +222,7 @@ class DataLibrary:
         with self.holdings.store.working():
             added = await _finished(asyncio.to_thread(lambda: Adder(self.holdings.store, tell, rehash).add(path)))
             work.at("is signed")
-            chunk_bytes = await asyncio.to_thread(self.holdings.store.measure, added.root)
-            sealed = self._sign(name, added.root, readers, everybody, chunk_bytes)
+            sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes)
             identity = data_id(sealed)
             manifest = self.directory.opened(identity, sealed)
             await asyncio.to_thread(self.holdings.store.publish, identity, sealed, added.root)

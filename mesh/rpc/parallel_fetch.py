@@ -9,7 +9,8 @@ from ckptstore.fetch import Cancel, Fetch, FetchEnded, Request
 from ckptstore.receiver import Receiver
 from membership.identity import NodeId, short_id
 from mesh.rpc.client import PeerClient
-from mesh.rpc.streams import IDLE_S, fed
+from mesh.rpc.direct import DirectBody
+from mesh.rpc.streams import IDLE_S, fed, received
 
 Pulled = tuple[list[bytes], asyncio.Task[int]]  # the chunks that arrived, and the task that makes them durable
 
@@ -23,7 +24,12 @@ async def pulled(peers: PeerClient, request: Request, path: str, body: bytes, re
                 response = await stack.enter_async_context(asked)
             transport = response.connection.transport if response.connection is not None else None
             stack.enter_context(peers.wire.taking(transport))
-            await fed(response.content, receiver)
+            if response.content_length is None:  # up to version 0.1, a holder does not say it
+                await received(response.content, receiver)
+            else:
+                receiver.expect(response.content_length)
+                arriving = stack.enter_context(DirectBody(response, receiver.objects))
+                await fed(arriving.read, receiver.take, receiver)
     except BaseException:
         await asyncio.to_thread(receiver.abort)
         raise

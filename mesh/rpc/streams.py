@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
@@ -23,6 +23,7 @@ STALL_S, STALL_BYTES = 30.0, 64 * 1024  # a peer that sends less in this time is
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bytes, memoryview)
+P = TypeVar("P")
 
 
 async def read_within(content: StreamReader, limit: int) -> bytes | None:
@@ -80,8 +81,12 @@ class Given(NamedTuple):
 
 
 async def given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Cargo) -> Given:
-    """Send these frames as the answer, as background traffic; return when the other end has all of it."""
+    """Send these frames as the answer, as background traffic; return when the other end has all of it.
+
+    If the size of the cargo is known, the answer says it.
+    """
     response = web.StreamResponse()
+    response.content_length = cargo.size or None
     await response.prepare(request)
     begun, size = time.monotonic(), 0
     async with wire.lane(Background(), cargo) as lane:
@@ -89,6 +94,8 @@ async def given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Ca
         async for piece in sliced(frames):
             size += len(piece)
             await response.write(piece)
+        if cargo.size not in {0, size}:
+            response.force_close()  # the other end waits for the rest
         await response.write_eof()
         await lane.drained()
     return Given(response, size, time.monotonic() - begun, lane.held)
@@ -99,12 +106,22 @@ async def taken(content: StreamReader, receiver: Receiver) -> int:
 
     CorruptChunk and other StoreErrors leave nothing; TimeoutError after IDLE_S seconds without data.
     """
-    await fed(content, receiver)
+    await received(content, receiver)
     return await asyncio.to_thread(receiver.finish)
 
 
-async def fed(content: StreamReader, receiver: Receiver) -> None:
+async def received(content: StreamReader, receiver: Receiver) -> None:
     """Receive a stream without making it durable; `receiver.finish` does that."""
+
+    async def read() -> bytes:
+        async with asyncio.timeout(IDLE_S):
+            return await content.readany()
+
+    await fed(read, receiver.feed, receiver)
+
+
+async def fed(read: Callable[[], Awaitable[P]], take: Callable[[P], object], receiver: Receiver) -> None:
+    """Let the receiver `take`, in a thread, what is `read` until that is empty."""
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="taken")  # one thread keeps the order
     # Store a piece while the next one arrives: a quarter faster (own measurement).
@@ -112,12 +129,11 @@ async def fed(content: StreamReader, receiver: Receiver) -> None:
     feeding.set_result(None)
     try:
         while True:
-            async with asyncio.timeout(IDLE_S):
-                data = await content.readany()
+            data = await read()
             await feeding
             if not data:
                 return
-            feeding = loop.run_in_executor(thread, _feed, receiver, data)
+            feeding = loop.run_in_executor(thread, _feed, receiver, take, data)
     except StoreError:
         await loop.run_in_executor(thread, receiver.abort)
         raise
@@ -130,9 +146,9 @@ async def fed(content: StreamReader, receiver: Receiver) -> None:
         thread.shutdown(wait=False)
 
 
-def _feed(receiver: Receiver, data: bytes) -> None:
+def _feed(receiver: Receiver, take: Callable[[P], object], data: P) -> None:
     try:
-        receiver.feed(data)
+        take(data)
     except StoreError:
         receiver.abort()  # at once: if the stream also breaks, nothing of it may be kept
         raise

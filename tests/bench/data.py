@@ -1,7 +1,7 @@
 """Data sets through real daemons: adding, adding again, many small files, fetching from three holders, and memory.
 
-Beside rsync and restic, tar with zstd, and rsync, where these are installed. Every subject ends with `sync`, so each figure is
-the time until the bytes are on disk. Writes build/bench/data.json.
+Beside rsync and restic, tar with zstd, and rsync and aria2c, where these are installed. Every subject ends with `sync`, so each
+figure is the time until the bytes are on disk. Writes build/bench/data.json.
 """
 
 import argparse
@@ -9,11 +9,13 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,31 @@ CHANGED = 0.01
 ADD_GOAL, AGAIN_GOAL, SMALL_GOAL, FETCH_GOAL, MEMORY_GOAL_MIB = 1.0, 0.1, 1.2, 0.9, 150.0
 HOLDERS = 3
 PARTS = ("add", "small", "fetch", "memory")
+PRIORITY = "--priority"
 
 
 def timed(do: Callable[[], object], on: Path) -> float:
     """Return the seconds until something is done and on disk."""
-    begun = time.perf_counter()
-    do()
-    subprocess.run(["sync", "-f", on], check=True)
-    return time.perf_counter() - begun
+    if PRIORITY in sys.argv:
+        schedule(os.SCHED_RR, 5)
+    try:
+        begun = time.perf_counter()
+        do()
+        subprocess.run(["sync", "-f", on], check=True)
+        return time.perf_counter() - begun
+    finally:
+        if PRIORITY in sys.argv:
+            schedule(os.SCHED_OTHER, 0)
+
+
+def schedule(policy: int, priority: int) -> None:
+    """Set how this process, the processes that it has started, and theirs are scheduled: every thread."""
+    left = [os.getpid()]
+    while left:
+        for task in Path(f"/proc/{left.pop()}/task").glob("*"):
+            with suppress(OSError):  # it has ended
+                os.sched_setscheduler(int(task.name), policy, os.sched_param(priority))
+                left += map(int, (task / "children").read_text().split())
 
 
 def run(*words: str | Path, **env: str) -> None:
@@ -150,8 +169,14 @@ def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
     source = on / "large"
     make_large(source, max(1, round(options.gib * 1024 * MIB / FILE_BYTES)))
     ours: list[float] = []
-    theirs: list[float] = []
-    with Stack(HOLDERS + options.rounds, directory=on / "stack") as stack:
+    theirs: dict[str, list[float]] = {}
+    with Stack(HOLDERS + options.rounds, directory=on / "stack") as stack, web_servers(source) as servers:
+        peers: dict[str, Callable[[], object]] = {}
+        if shutil.which("rsync"):
+            peers["rsync from one"] = lambda: run("rsync", "-a", f"{source}/", on / "copy")
+        if shutil.which("aria2c"):
+            peers["aria2c from three"] = lambda: fetch_by_aria2c(source, servers, on)
+        theirs = {name: [] for name in peers}
         stack.start_all()
         mesh(stack.nodes[0], "data", "add", "set", source)
         for node in stack.nodes[1:HOLDERS]:
@@ -159,20 +184,74 @@ def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
             mesh(node, "data", "pin", "set")
         for node in stack.nodes[HOLDERS:]:
             wait_known(node, HOLDERS)
+            touch_memory(options.gib, on)
             ours.append(timed(lambda node=node: mesh(node, "data", "pin", "set"), on))  # type: ignore[misc]
             mesh(node, "data", "rm", "--here", "set")
-            if shutil.which("rsync"):
-                shutil.rmtree(on / "copy", ignore_errors=True)
-                theirs.append(timed(lambda: run("rsync", "-a", f"{source}/", on / "copy"), on))
+            for name, fetch in peers.items():
+                touch_memory(options.gib, on)
+                theirs[name].append(timed(fetch, on))
+                shutil.rmtree(on / "copy")
     shutil.rmtree(source)
-    shutil.rmtree(on / "copy", ignore_errors=True)
     measure = f"fetch {options.gib:g} GiB from {HOLDERS} holders, verified"
     if not theirs:
-        return [row(measure, ours, "s", goal="beside rsync", met=None)]
-    speed = [rsync / mesh for rsync, mesh in zip(theirs, ours, strict=True)]
-    met = sorted(speed)[len(speed) // 2] >= FETCH_GOAL
-    goal = f"rsync's time >= {FETCH_GOAL:g} x"
-    return [row(measure, ours, "s", goal=goal, met=met, peer="rsync from one", peer_values=theirs)]
+        return [row(measure, ours, "s", goal="beside rsync and aria2c", met=None)]
+    best = min(theirs, key=lambda name: statistics.median(theirs[name]))
+    met = statistics.median(theirs[best]) >= FETCH_GOAL * statistics.median(ours)
+    rows = [
+        row(
+            measure,
+            ours,
+            "s",
+            goal=f"the faster's time >= {FETCH_GOAL:g} x",
+            met=met,
+            peer=best,
+            peer_values=theirs[best],
+        )
+    ]
+    return rows + [row(f"the same by {name}", taken, "s", goal="-", met=None) for name, taken in theirs.items()]
+
+
+def touch_memory(gib: float, on: Path) -> None:
+    """Write and remove as much as is fetched.
+
+    A virtual machine may have given free memory back to its host, and whoever takes it first pays for that. So each begins with
+    memory that was used a moment ago.
+    """
+    subprocess.run(["sync", "-f", on], check=True)
+    with (on / "touched").open("wb") as file:
+        for _ in range(round(1.25 * gib * 1024)):
+            file.write(bytes(MIB))
+    (on / "touched").unlink()
+
+
+@contextmanager
+def web_servers(source: Path) -> Iterator[list[str]]:
+    """Serve a directory from as many processes as there are holders, without TLS; yield their addresses."""
+    code = (
+        "import socket, sys\nfrom aiohttp import web\napp = web.Application()\napp.router.add_static('/', sys.argv[1])\n"
+        "listener = socket.create_server(('127.0.0.1', 0))\nprint(listener.getsockname()[1], flush=True)\n"
+        "web.run_app(app, sock=listener, print=None)"
+    )
+    servers = [
+        subprocess.Popen([sys.executable, "-c", code, source], stdout=subprocess.PIPE, text=True)
+        for _ in range(HOLDERS)
+    ]
+    try:
+        yield [
+            f"http://127.0.0.1:{server.stdout.readline().strip()}" for server in servers if server.stdout is not None
+        ]
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
+
+
+def fetch_by_aria2c(source: Path, servers: list[str], on: Path) -> None:
+    """Fetch each file from all servers at once, several files at a time."""
+    (on / "files").write_text(
+        "".join("\t".join(f"{one}/{path.name}" for one in servers) + "\n" for path in source.iterdir())
+    )
+    run("aria2c", "-q", "-i", on / "files", "-d", on / "copy", "-s", str(HOLDERS), "-j", "6", "--file-allocation=none")
 
 
 def wait_known(node: StackNode, holders: int) -> None:
@@ -223,6 +302,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--on", type=Path, help="directory to work in (default: a temporary one)")
     parser.add_argument("--only", choices=PARTS, action="append", help="run this part only; repeatable")
+    parser.add_argument(
+        PRIORITY, action="store_true", help="real-time priority while timed, where others work; needs root"
+    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for part in options.only or PARTS:

@@ -1,5 +1,6 @@
 """Data sets: what is added comes back byte for byte; only changes are read and stored; hostile pages are refused."""
 
+import functools
 import os
 import random
 import stat
@@ -7,6 +8,7 @@ import subprocess
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -148,7 +150,7 @@ def test_rows_are_written_after_the_pack_that_they_name(
         with pytest.raises(OSError, match="the disk is gone"):
             Adder(store).add(source)
     sources = dataset_adder.Sources(store.root / "sources.sqlite")
-    assert list(sources.rows(1)) == []
+    assert list(sources.between(1, None, None)) == []
     sources.close()
     assert same(source, published(store, Adder(store).add(source)))
 
@@ -162,7 +164,8 @@ def test_file_that_changed_just_before_it_was_read_is_read_again(store: DataSets
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     # Within a clock tick nothing tells the two apart; the table must not trust what it read so early.
     assert (published(store, Adder(store).add(file)) / "file").read_bytes() == b"two"
-    assert all(row.ctime_ns == 0 for row in dataset_adder.Sources(store.root / "sources.sqlite").rows(1))
+    rows = list(dataset_adder.Sources(store.root / "sources.sqlite").between(1, None, None))
+    assert rows and all(row.ctime_ns == 0 for row in rows)
 
 
 def test_chunks_that_were_collected_are_read_again(store: DataSets, source: Path) -> None:
@@ -191,6 +194,22 @@ def test_pipe_is_refused_and_a_file_that_grows_too(store: DataSets, source: Path
         Adder(store).add(source)
 
 
+def test_file_that_is_replaced_before_it_is_opened_is_refused(
+    store: DataSets, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file = os.open
+
+    def replaced(path: Any, flags: int, *more: Any, **where: Any) -> int:
+        if path == b"empty":
+            (source / "empty").unlink()
+            os.mkfifo(source / "empty")
+        return open_file(path, flags, *more, **where)
+
+    with monkeypatch.context() as racing, pytest.raises(FileChanged):
+        racing.setattr(os, "open", replaced)
+        Adder(store).add(source)
+
+
 def test_quota_stops_an_add(tmp_path: Path, source: Path) -> None:
     store = DataSets(tmp_path / "small", quota_bytes=1 << 20)
     with pytest.raises(QuotaExceeded, match="data_quota_gib"):
@@ -209,6 +228,14 @@ def test_set_with_a_missing_or_damaged_chunk_is_not_published_or_written(store: 
     assert list(store.trees.iterdir()) == []
     store.salvage(pack)
     assert store.missing_of(ID)
+    with pytest.raises(MissingChunks):
+        store.publish(b"\3" * 32, b"sealed", added.root)
+    assert not store.has(b"\3" * 32)
+
+    added = Adder(store).add(source)
+    where = store.index.find(added.root.id)
+    assert where is not None
+    store.index.drop_pack(where.pack)
     with pytest.raises(MissingChunks):
         store.publish(b"\3" * 32, b"sealed", added.root)
     assert not store.has(b"\3" * 32)
@@ -378,7 +405,8 @@ def test_page_that_many_pages_name_is_walked_once(store: DataSets) -> None:
     link = unfolding(store, 3, 200)
     assert 10_000_000 < link.entries < MAX_ENTRIES
     assert len(list(islice(store.chunks(link), 10))) == 4
-    assert store.measure(link) < 1 << 20
+    store.enter(ID, link)
+    assert store.known()[ID].bytes < 1 << 20
 
 
 def test_index_pages_without_entries_are_refused(store: DataSets) -> None:
@@ -388,9 +416,25 @@ def test_index_pages_without_entries_are_refused(store: DataSets) -> None:
     for _ in range(3):
         link = put_page(store, writer, Page(children=tuple(Child(b"%02d" % n, link) for n in range(100))), 0)
     store.publish_pack(writer)
-    for walk in (store.measure, lambda link: store.make_tree(ID, link), lambda link: list(store.walk(link))):
+    enter, make = functools.partial(store.enter, ID), functools.partial(store.make_tree, ID)
+    for walk in (enter, make, lambda link: list(store.walk(link))):
         with pytest.raises(BadManifest, match="is empty"):
             walk(link)
+
+
+def test_chunks_of_an_add_stay_until_it_is_given_up(store: DataSets, source: Path) -> None:
+    walked = DataSets(store.root.parent / "walked")
+    added, other = Adder(store).add(source), Adder(walked).add(source)
+    walked.enter(ID, other.root)
+    assert added.chunk_bytes == walked.known()[ID].bytes, "what was noted is what a walk finds"
+    assert store.free(time.time() + 1e6).packs and store.known() == {}
+
+    with store.working():
+        added = Adder(store).add(source)
+        assert store.free(time.time() + 1e6).packs == 0
+        store.publish(ID, b"sealed", added.root)
+    assert store.free(time.time() + 1e6).packs == 0 and list(store.known()) == [ID]
+    assert sorted(store.members.of(ID)) == sorted(walked.members.of(ID))
 
 
 def test_chunk_of_another_length_is_refused(store: DataSets) -> None:

@@ -35,8 +35,8 @@ class Fetching:
             (source / f"{number}").write_bytes(os.urandom(SIZE))
         for store in self.holders.values():
             with store.working():
-                self.root = Adder(store, lambda progress: None, False).add(source).root
-                self.bytes = store.measure(self.root)
+                added = Adder(store, lambda progress: None, False).add(source)
+                self.root, self.bytes = added.root, added.chunk_bytes
                 store.publish(b"i" * 32, b"sealed", self.root)
         self.manifest = DataManifest(1, "set", "ada", b"a" * 32, b"chain", 1, 1000, self.root, self.bytes)
         self.identity = b"i" * 32

@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ from aiohttp import web
 
 from ckptstore.errors import DiskFull
 from ckptstore.messages import decode_chunk_request
+from ckptstore.pack import StoredObject
 from ckptstore.receiver import Receiver
 from ckptstore.store import SavedManifest, Store
 from membership.identity import Identity
 from mesh.checkpoints import replicator as replicator_module
 from mesh.checkpoints.replicator import FetchError, Replicator
-from mesh.rpc import streams
+from mesh.rpc import parallel_fetch, streams
 from mesh.rpc.client import Address
+from mesh.rpc.direct import DirectBody
 from tests.ckptstore.worlds import CIPHER, JOB, open_store, read_tree, save, write_tree
 from tests.rpc.nodes import client_of, node_named, serve
 
@@ -24,11 +27,12 @@ HONEST, OTHER = node_named("h").node_id, node_named("o").node_id
 
 
 class Holder:
-    """A node that gives what the store has, in its `manner`."""
+    """A node that gives what the store has, in its `manner`, and `says_length` first."""
 
-    def __init__(self, store: Store, manner: str) -> None:
-        self.store, self.manner = store, manner
+    def __init__(self, store: Store, manner: str, says_length: bool) -> None:
+        self.store, self.manner, self.says_length = store, manner, says_length
         self.asked = 0
+        self.connections: list[asyncio.Transport | None] = []
 
     async def serve(self, identity: Identity) -> Address:
         app = web.Application(client_max_size=1 << 24)
@@ -49,7 +53,15 @@ class Holder:
     async def _frames(self, request: web.Request) -> web.StreamResponse:
         self.asked += 1
         order = decode_chunk_request(await request.read())
+        if request.transport not in self.connections:
+            self.connections.append(request.transport)
         response = web.StreamResponse()
+        if self.says_length:
+            response.content_length = {
+                "ends inside a chunk": self.store.stream_size(order.ids) - 10,
+                "has not got it all": self.store.stream_size(order.ids[:1]),
+                "never ends": 10**12,
+            }.get(self.manner, self.store.stream_size(order.ids))
         await response.prepare(request)
         for number, frame in enumerate(self.store.stream(list(order.ids))):
             piece = bytearray(frame)
@@ -71,14 +83,17 @@ class Holder:
                     await response.write(piece)
                     await asyncio.sleep(0)  # writing to a connection that was shut may neither wait nor fail
         await response.write_eof()
+        if self.manner == "sends more after the end":
+            assert request.transport is not None
+            request.transport.write(bytes(1 << 20))
         return response
 
 
 class World:
     """Two who hold the checkpoint, the second in its manner, and a store that lacks it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, says_length: bool) -> None:
+        self.root, self.says_length = root, says_length
         self.theirs, self.ours = open_store(root / "theirs"), open_store(root / "ours")
         self.holders: dict[bytes, Holder] = {}
 
@@ -87,7 +102,7 @@ class World:
         self.holders, found = {}, {}
         for name, manner in manners.items():
             node = identities[name].node_id
-            self.holders[node] = Holder(self.theirs, manner)
+            self.holders[node] = Holder(self.theirs, manner, self.says_length)
             found[node] = await self.holders[node].serve(identities[name])
         self.peers = await client_of(found)
         return Replicator(self.peers, self.ours)
@@ -97,9 +112,9 @@ class World:
         return save(self.theirs, self.root / "in", cipher=CIPHER)
 
 
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    world = World(tmp_path)
+@pytest.fixture(params=[True, False], ids=["length", "chunked"])
+async def world(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    world = World(tmp_path, request.param)
     yield world
     await world.peers.close()
     for holder in world.holders.values():
@@ -119,7 +134,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicator_module, "IDLE_S", 0.5)
 
 
-MANNERS = ["lies", "ends inside a chunk", "has not got it all", "breaks off", "stands still", "never ends"]
+MANNERS = [
+    "lies",
+    "sends more after the end",
+    "ends inside a chunk",
+    "has not got it all",
+    "breaks off",
+    "stands still",
+    "never ends",
+]
 
 
 async def test_checkpoint_that_lost_a_chunk_is_fetched_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +168,51 @@ async def test_fetch_falls_back_to_other_holder(manner: str, world: World, impat
     assert not list((world.root / "ours" / "tmp").iterdir())
 
 
-@pytest.mark.parametrize("manner", MANNERS)
+async def test_fetch_keeps_its_connection(world: World) -> None:
+    saved = world.checkpoint()
+    replicator = await world.replicator(honest="")
+    await replicator.fetch(saved.id, [HONEST])
+    holder = world.holders[HONEST]
+    assert restored(world, saved) and holder.asked > 1 and len(holder.connections) == 1
+
+
+@pytest.mark.parametrize("manner", [manner for manner in MANNERS if manner != "sends more after the end"])
 async def test_fetch_without_holders_reports_reason(manner: str, world: World, impatient: None) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(other=manner)
     with pytest.raises(FetchError, match="chunks could not be fetched"):
-        await replicator.fetch(saved.id, [OTHER, HONEST])
+        async with asyncio.timeout(30):
+            await replicator.fetch(saved.id, [OTHER, HONEST])
     assert not world.ours.has(saved.id) and not list((world.root / "ours" / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("world", [True], indirect=True)
+async def test_holder_waits_for_a_slow_disk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[DirectBody] = []
+    disk, take = threading.Event(), Receiver.take
+
+    class Body(DirectBody):
+        def __enter__(self) -> DirectBody:
+            bodies.append(self)
+            return super().__enter__()
+
+    def slow(receiver: Receiver, objects: Iterable[StoredObject]) -> int:
+        assert disk.wait(60)
+        return take(receiver, objects)
+
+    monkeypatch.setattr(parallel_fetch, "DirectBody", Body)
+    monkeypatch.setattr(Receiver, "take", slow)
+    saved = world.checkpoint()
+    replicator = await world.replicator(honest="")
+    fetch = asyncio.create_task(replicator.fetch(saved.id, [HONEST]))
+    async with asyncio.timeout(60):
+        while not bodies or bodies[0]._transport.is_reading():
+            assert not bodies or len(bodies[0]._whole) <= 1
+            await asyncio.sleep(0.01)
+    assert len(bodies[0]._whole) == 1, "one waits while the disk has one"
+    disk.set()
+    await fetch
+    assert restored(world, saved)
 
 
 async def test_full_disk_blames_no_holder(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,8 +333,10 @@ class DataProvider:
         try:
             if not await asyncio.to_thread(self._library.holdings.store.belongs, identity, order.ids):
                 raise web.HTTPForbidden(text="these are not chunks of the data set")
-            frames = await asyncio.to_thread(self._library.holdings.store.stream, order.ids)
-            answer = await given(request, self._wire, frames, Cargo("data", credentials.node_id))
+            store = self._library.holdings.store
+            frames = await asyncio.to_thread(store.stream, order.ids)
+            size = await asyncio.to_thread(store.stream_size, order.ids)
+            answer = await given(request, self._wire, frames, Cargo("data", credentials.node_id, size=size))
         except StoreError as error:
             raise web.HTTPNotFound(text=str(error)) from error
         finally:

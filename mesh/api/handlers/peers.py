@@ -188,18 +188,18 @@ class PeerHandlers:
         credentials, body = await self._admit(request)
         order = self._read(decode_chunk_request, body)
         try:
-            frames = await asyncio.to_thread(self._frames_of, order.ids, set(order.have))
+            frames, size = await asyncio.to_thread(self._frames_of, order.ids, set(order.have))
         except MissingChunks as error:
             raise web.HTTPNotFound(text=str(error)) from error
-        answer = await given(request, self._wire, frames, Cargo("checkpoint", credentials.node_id))
+        answer = await given(request, self._wire, frames, Cargo("checkpoint", credentials.node_id, size=size))
         now, bandwidth = time.monotonic(), self._jobs.replicator.bandwidth
         bandwidth.record(credentials.node_id, answer.size, answer.seconds, answer.held, now)
         return answer.response
 
-    def _frames_of(self, ids: Sequence[bytes], have: set[bytes]) -> Iterator[memoryview]:
+    def _frames_of(self, ids: Sequence[bytes], have: set[bytes]) -> tuple[Iterator[memoryview], int]:
         store, asked = self._store, set(ids)
-        needed, _ = store.with_bases(ids)
-        return store.stream([identity for identity in needed if identity in asked or identity not in have])
+        needed = [identity for identity in store.with_bases(ids)[0] if identity in asked or identity not in have]
+        return store.stream(needed), store.stream_size(needed)
 
     async def _put_manifest(self, request: web.Request) -> web.Response:
         credentials, body = await self._admit(request)
