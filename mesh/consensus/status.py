@@ -56,7 +56,7 @@ class Saving(msgspec.Struct, frozen=True):
     nodes: int = 0
 
 
-class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
     """One node's view of a job. `rank` orders views: a final one first, then by term, record version and role (runner,
     leader, other).
     """
