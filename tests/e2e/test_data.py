@@ -3,9 +3,11 @@
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,15 @@ def test_container_sees_data_sets_and_offered_directories_read_only(pictures: Pa
             assert refused.returncode in {1, 2, 6} and words in refused.stderr, refused
 
 
+def noted(table: Path) -> bool:
+    """Tell whether an add has noted which files its packs hold."""
+    try:
+        with closing(sqlite3.connect(f"file:{table}?mode=ro", uri=True)) as opened:
+            return bool(opened.execute("SELECT COUNT(*) FROM entries").fetchone()[0])
+    except sqlite3.OperationalError:  # not made yet
+        return False
+
+
 def test_killed_daemon_continues_an_add(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
     stack = make_stack(1)
     (node,) = stack.nodes
@@ -180,7 +191,7 @@ def test_killed_daemon_continues_an_add(make_stack: Callable[..., Stack], tmp_pa
     settled = source.stat().st_ctime_ns + SETTLED_NS
     until(lambda: time.time_ns() > settled, "the file to count as unchanged")
     adding = start(node, "data", "add", "source", str(source))
-    until(lambda: len(list((node.where.data / "packs").glob("*.pack"))) >= 1, "a pack")
+    until(lambda: noted(node.where.data / "sources.sqlite"), "a pack, and what it holds, to be noted")
     send(signal.SIGKILL, node)
     adding.wait()
     stack.start(node)
