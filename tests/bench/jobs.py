@@ -30,6 +30,7 @@ from mesh.consensus.effects import Send, decode_witness_record  # noqa: E402
 from mesh.consensus.leader import Leader  # noqa: E402
 from mesh.consensus.messages import Start  # noqa: E402
 from mesh.consensus.proposer import Proposer  # noqa: E402
+from mesh.consensus.runner import RENEWALS_PER_LEASE  # noqa: E402
 from mesh.daemon.stack import Stack, StackNode  # noqa: E402
 from mesh.execution.engine import Launch  # noqa: E402
 from mesh.execution.process.engine import ProcessEngine  # noqa: E402
@@ -266,8 +267,10 @@ def is_back(state: dict[str, Any], home: str) -> bool:
 
 
 def ends_of_hosts(times: int) -> list[dict[str, Any]]:
-    """Kill the daemon of a job's host, or stop it, each in a mesh of its own."""
-    died, left, detected = Survived(), Survived(), []
+    """Kill the daemon of a job's host, or stop it, each in a mesh of its own and at a random time between two renewals of its
+    lease: what is waited for first comes with one.
+    """
+    died, left, detected, draw = Survived(), Survived(), [], Random("ends of hosts")
     for how in ("kill", "leave") * times:
         with lenders(5) as (stack, directory):
             user, trace = stack.nodes[0], Trace(directory / "trace")
@@ -275,6 +278,7 @@ def ends_of_hosts(times: int) -> list[dict[str, Any]]:
             state = wait_for(user, job, lambda s: runs_since(s, 0) and s["checkpoint"] and s["step"])
             host = stack.node(state["node"])
             assert host.process is not None
+            time.sleep(draw.uniform(0.0, LEASE_S / RENEWALS_PER_LEASE))
             at, begun = time.time(), time.monotonic()
             host.process.kill() if how == "kill" else host.process.terminate()
             if how == "kill":
