@@ -13,13 +13,13 @@ from membership.malformed import MALFORMED
 from mesh.consensus.contract import Progress
 from mesh.consensus.runner import Runner
 from mesh.consensus.witness import Witness
-from mesh.model.record import Attempt, Commit, Config, Needed, Outcome, OutcomeKind
+from mesh.model.record import Attempt, Commit, Config, Needed, Outcome, OutcomeKind, Voter
 from mesh.model.spec import ArrayPlace
 from placement.advert import WHOLE, Count, Percent, Portion
 from placement.allocation import gpu_percent
 from placement.queue import Waiting
 
-T = TypeVar("T", bound=Hashable)
+T = TypeVar("T", bytes, str, Voter)
 
 SHOWN_AS = {
     "acquiring": "starting",
@@ -29,6 +29,7 @@ SHOWN_AS = {
     "disbanding": "releasing",
 }
 RUNNER = 2  # the runner's place in a rank
+SHARED_BYTES = 128  # a node and its disk take 40, a user's name at most 64
 ATTEMPTS_SHOWN = 16  # a section stays small; `mesh describe` asks a witness for the rest
 
 
@@ -158,14 +159,15 @@ def decode_status(data: bytes) -> JobStatus | None:
         user=_shared(status.user),
         submitter=_shared(status.submitter),
         state=_shared(status.state),
-        config=_shared(replace(status.config, members=tuple(map(_shared, status.config.members)))),
+        config=replace(status.config, members=tuple(_shared(voter) for voter in status.config.members)),
         attempts=tuple(replace(one, node=_shared(one.node), nick=_shared(one.nick)) for one in status.attempts),
     )
 
 
 def _shared(value: T) -> T:
-    """Return one object for all equal values."""
-    return cast(T, _first(value))
+    """Return one object for all equal values; a long one, as only a hostile node sends it, as it is."""
+    size = len(value.node) + len(value.disk) if isinstance(value, Voter) else len(value)
+    return cast(T, _first(value)) if size <= SHARED_BYTES else value
 
 
 @lru_cache(maxsize=8192)

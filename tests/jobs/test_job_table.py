@@ -104,6 +104,16 @@ def test_view_with_impossible_gpus_is_not_decoded(lie: dict[str, object]) -> Non
     assert decode_status(encode_status(view())) == view() and decode_status(encode_status(view(**lie))) is None
 
 
+def test_statuses_share_what_they_name_alike_unless_it_is_long() -> None:
+    """What is shared is kept for a while, so a hostile node must not fill memory with it."""
+    body, hostile = encode_status(view()), encode_status(view(user="u" * 10_000))
+    one, other = decode_status(body), decode_status(body)
+    assert one is not None and other is not None and one == other == view()
+    assert one.submitter is other.submitter and one.config.members[0] is other.config.members[0]
+    long = [decode_status(hostile) for _ in range(2)]
+    assert long[0] == long[1] and long[0] is not None and long[1] is not None and long[0].user is not long[1].user
+
+
 def test_witness_that_alone_knows_of_the_end_tells_it() -> None:
     """Regression (simulator seed 1240203): the first witness had an old disk, and the job after this one waited for ever."""
     ended_ms = DONE.ended_unix_ms
