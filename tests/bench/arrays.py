@@ -25,6 +25,7 @@ from mesh.util.processes import descendants_of  # noqa: E402
 from tests.bench.cluster import QUICK, Cluster  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
 from tests.bench.slurm import missing  # noqa: E402
+from tests.bench.training import until  # noqa: E402
 from tests.netns.lan import Lan  # noqa: E402
 
 NODES = 3
@@ -88,7 +89,7 @@ def over(user: Client, array: str) -> None:
     """Wait for the end of all its jobs. A list of them all costs as much as a job does, so few are asked for."""
     while left := user.get(f"/v1/jobs?fits={array}&over=false", timeout_s=WAIT_S)["jobs"]:
         one = left[-1]["job"]
-        until(lambda one=one: user.get(f"/v1/jobs/{one}", timeout_s=WAIT_S)["job"]["outcome"])  # type: ignore[misc]
+        wait(lambda one=one: user.get(f"/v1/jobs/{one}", timeout_s=WAIT_S)["job"]["outcome"])  # type: ignore[misc]
 
 
 def slurm(jobs: int) -> Cost:
@@ -98,7 +99,7 @@ def slurm(jobs: int) -> Cost:
         pids = [host.daemon.pid for host in (cluster.control, *cluster.nodes) if host.daemon is not None]
         before, begun = cpu_s(pids), time.monotonic()
         cluster.array(jobs)
-        until(lambda: not cluster.queued())
+        wait(lambda: not cluster.queued())
         return Cost(time.monotonic() - begun, 1000 * (cpu_s(pids) - before) / jobs)
 
 
@@ -123,12 +124,8 @@ def cpu_s(pids: list[int]) -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def until(ready: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"waited {WAIT_S:g} s for the array to end")
-        time.sleep(LOOK_S)
+def wait(over: Callable[[], object]) -> None:
+    until(over, "the array to end", WAIT_S, LOOK_S)
 
 
 def report(jobs: int, found: dict[str, list[Cost]], lacks: dict[str, str]) -> list[dict[str, Any]]:

@@ -6,12 +6,11 @@ that 499 nodes with 20 jobs each would publish. Nobody answers for them, so some
 
 import argparse
 import asyncio
-import os
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,7 +31,7 @@ from mesh.daemon.stack import Stack, StackNode  # noqa: E402
 from mesh.model.record import Attempt, Config, Outcome, Voter  # noqa: E402
 from mesh.model.spec import format_job  # noqa: E402
 from placement.advert import encode_advert  # noqa: E402
-from tests.bench.harness import row, write  # noqa: E402
+from tests.bench.harness import command, interleave, resident_mib, row, write  # noqa: E402
 from tests.chains import admitted  # noqa: E402
 from tests.consensus.worlds import make_advert  # noqa: E402
 
@@ -55,9 +54,10 @@ async def measure(nodes: int, jobs: int, rounds: int) -> list[dict[str, Any]]:
     with Stack(1) as stack, tempfile.TemporaryDirectory(prefix="mesh-bench-") as directory:
         await asyncio.to_thread(stack.start_all)
         daemon = stack.nodes[0]
-        before = memory_mib(daemon)
+        assert daemon.process is not None
+        before = resident_mib(daemon.process.pid)
         fleet = Fleet(daemon, nodes - 1)
-        teller = await fleet.teller(Path(directory))
+        teller = await Teller.started(fleet, Path(directory), daemon.client.get("/v1/status")["address"])
         try:
             begun = time.monotonic()
             teller.tell(fleet, jobs)
@@ -66,35 +66,24 @@ async def measure(nodes: int, jobs: int, rounds: int) -> list[dict[str, Any]]:
                 teller.exchange()
                 await asyncio.sleep(0.2)
             told_s = time.monotonic() - begun
-            after = memory_mib(daemon)
-            unfinished = [await asyncio.to_thread(took_ms, daemon, "ps") for _ in range(rounds)]
-            everything = [await asyncio.to_thread(took_ms, daemon, "ps", "-a") for _ in range(rounds)]
-            listed = [await asyncio.to_thread(took_ms, daemon, "nodes") for _ in range(rounds)]
+            after = resident_mib(daemon.process.pid)
+            commands = {words: mesh(daemon, *words.split()) for words in ("ps", "ps -a", "nodes", "--version")}
+            taken = await asyncio.to_thread(interleave, commands, rounds)
             assert await asyncio.to_thread(counts, daemon) == (nodes, jobs)
-            empty = [await asyncio.to_thread(took_ms, daemon, "--version") for _ in range(rounds)]
         finally:
             await teller.node.stop()
     what = f"{nodes} nodes, {jobs:,} jobs known"
+    ms = {words: [1000 * seconds for seconds in each] for words, each in taken.items()}
+    soon = statistics.median(ms["ps"]) <= GOAL_MS
     return [
-        timed(f"mesh ps, {what}, a tenth unfinished", unfinished, f"<= {GOAL_MS:g}", GOAL_MS),
-        timed(f"mesh ps -a, {what}", everything, "none: told beside", None),
-        timed(f"mesh nodes, {what}", listed, "none: told beside", None),
-        timed("mesh --version", empty, "none: told beside", None),
+        row(f"mesh ps, {what}, a tenth unfinished", ms["ps"], "ms", goal=f"<= {GOAL_MS:g}", met=soon),
+        row(f"mesh ps -a, {what}", ms["ps -a"], "ms", goal="none: told beside", met=None),
+        row(f"mesh nodes, {what}", ms["nodes"], "ms", goal="none: told beside", met=None),
+        row("mesh --version", ms["--version"], "ms", goal="none: told beside", met=None),
         row(f"memory of the daemon, {what}", [after], "MiB", goal=f"<= {GOAL_MIB:g}", met=after <= GOAL_MIB),
         row("memory of a daemon alone", [before], "MiB", goal="none: told beside", met=None),
         row(f"until the daemon knows {what}", [told_s], "s", goal="none: told beside", met=None),
     ]
-
-
-def timed(measure: str, values: list[float], goal: str, most: float | None) -> dict[str, Any]:
-    middle = sorted(values)[len(values) // 2]
-    return row(measure, values, "ms", goal=goal, met=None if most is None else middle <= most)
-
-
-def memory_mib(node: StackNode) -> float:
-    assert node.process is not None
-    status = Path(f"/proc/{node.process.pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
 
 
 def records_taken(node: StackNode) -> int:
@@ -110,11 +99,8 @@ def counts(node: StackNode) -> tuple[int, int]:
     return known - 1, len(node.client.get("/v1/jobs?over=true", timeout_s=60)["jobs"])  # without the teller
 
 
-def took_ms(node: StackNode, *words: str) -> float:
-    environment = {**os.environ, "MESH_STATE": str(node.where.root)}
-    begun = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "mesh.cli", *words], env=environment, check=True, stdout=subprocess.DEVNULL)
-    return 1000 * (time.perf_counter() - begun)
+def mesh(node: StackNode, *words: str) -> Callable[[], None]:
+    return command([sys.executable, "-m", "mesh.cli", *words], {"MESH_STATE": str(node.where.root)})
 
 
 class Fleet:
@@ -122,7 +108,6 @@ class Fleet:
 
     def __init__(self, founder: StackNode, count: int) -> None:
         self.now = time.time()
-        self._founder = founder
         root = Identity.load(founder.where.key)
         self.genesis, chain = founder.where.genesis.read_bytes(), founder.where.chain.read_bytes()
         trust = TrustStore(self.genesis)
@@ -132,10 +117,6 @@ class Fleet:
             admitted(root, self.genesis, chain, one.node_id, f"lab{number:03d}", user, self.now)
             for number, one in enumerate(self.identities)
         ]
-
-    async def teller(self, directory: Path) -> "Teller":
-        """Start the member that runs here: the last one."""
-        return await Teller.started(self, directory, self._founder.client.get("/v1/status")["address"])
 
     def evidence(self) -> Iterator[bytes]:
         for number, one in enumerate(self.identities[:-1]):
@@ -173,7 +154,7 @@ class Fleet:
 
 
 class Teller:
-    """A member with what the fleet would publish."""
+    """The last member of the fleet, which runs here and has what all would publish."""
 
     def __init__(self, node: MembershipNode, daemon: str) -> None:
         self.node, self._daemon = node, parse_seed(daemon, 0)

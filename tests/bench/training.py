@@ -134,10 +134,10 @@ def _unasked(trace: Trace, asked: list[Departure]) -> list[Departure]:
     ]
 
 
-def until(ready: Callable[[], T | None], what: str, timeout_s: float = WAIT_S) -> T:
+def until(ready: Callable[[], T | None], what: str, timeout_s: float = WAIT_S, look_s: float = 0.03) -> T:
     deadline = time.monotonic() + timeout_s
     while not (value := ready()):
         if time.monotonic() > deadline:
             raise SystemExit(f"waited {timeout_s:g} s for {what}")
-        time.sleep(0.03)
+        time.sleep(look_s)
     return value
