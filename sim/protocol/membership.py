@@ -98,7 +98,6 @@ class MembershipNode:
         self.address: Address = (self.name, PORT)
         self.host_name: Address = (f"{self.name}.campus", PORT)  # resolves to its present address
         faults, clock = world.faults, world.streams.get(self.name, "clock")
-        self._kernel = world.kernel
         self.offset_s = clock.uniform(0, 1e6)
         self.rate = 1 + clock.uniform(-faults.drift, faults.drift)
         self.wall_offset_s = clock.uniform(-faults.offset_s, faults.offset_s)
@@ -131,16 +130,13 @@ class MembershipNode:
     @property
     def awake_s(self) -> float:
         """The time that has passed for this machine: all but its pauses."""
-        now = self._kernel.now
-        return (now if now > self.paused_until else self.paused_until) - self.paused_s
+        return max(self.world.kernel.now, self.paused_until) - self.paused_s
 
-    def boot(self) -> float:  # several times an event: `awake_s` is written out
-        now = self._kernel.now
-        return self.offset_s + ((now if now > self.paused_until else self.paused_until) - self.paused_s) * self.rate
+    def boot(self) -> float:
+        return self.offset_s + self.awake_s * self.rate
 
     def unix(self) -> float:
-        now = self._kernel.now
-        now = (now if now > self.paused_until else self.paused_until) - self.wall_behind_s
+        now = max(self.world.kernel.now, self.paused_until) - self.wall_behind_s
         return UNIX + self.wall_offset_s + now * self.rate
 
     def pause(self, for_s: float, wall_right_after_s: float) -> None:
