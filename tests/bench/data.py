@@ -214,8 +214,8 @@ def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
 def touch_memory(gib: float, on: Path) -> None:
     """Write and remove as much as is fetched.
 
-    A virtual machine may have given free memory back to its host, and whoever takes it first pays for that. So each begins with
-    memory that was used a moment ago.
+    A virtual machine may have returned free memory to its host, and the first program to write pays for getting it back. So
+    each one begins with memory that was used a moment ago.
     """
     subprocess.run(["sync", "-f", on], check=True)
     with (on / "touched").open("wb") as file:

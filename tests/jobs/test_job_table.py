@@ -105,7 +105,7 @@ def test_view_with_impossible_gpus_is_not_decoded(lie: dict[str, object]) -> Non
 
 
 def test_statuses_share_what_they_name_alike_unless_it_is_long() -> None:
-    """What is shared is kept for a while, so a hostile node must not fill memory with it."""
+    """Shared values stay in memory for a while, so a hostile node must not be able to fill it with long ones."""
     body, hostile = encode_status(view()), encode_status(view(user="u" * 10_000))
     one, other = decode_status(body), decode_status(body)
     assert one is not None and other is not None and one == other == view()
