@@ -118,7 +118,7 @@ def test_old_copies_of_journals_are_noticed() -> None:
     faults = FaultPlan(
         incidents=("old copy", "crash", "notice"), incident_every_s=10.0, news_every_s=0.0, until_s=300.0
     )
-    worlds = [checked(seed, faults=faults, mesh=MeshPlan()) for seed in range(4)]
+    worlds = [checked(seed, faults=faults, mesh=MeshPlan()) for seed in range(8)]
     for world in worlds:
         world.run()
     copies = sum((world.old_copies for world in worlds), Counter[str]())
