@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from mesh.model.spec import CommitMode, Every, OnPartition
+from mesh.model.spec import MAX_BATCH, CommitMode, Every, OnPartition
 from placement.advert import WHOLE
 from placement.queue import DEFAULT_PRIORITY
 
@@ -17,8 +17,9 @@ LONGEST_PAUSE_S = 366 * 86_400.0  # of a pause that ends by itself (own choice)
 
 class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The order of `mesh submit`. Names of nodes may be nicks, ids or prefixes of ids; `after` names jobs or arrays; `array` has
-    the indices of the jobs to make of this one order, of which `array_limit` (0: all) may be under way at a time;
-    `out` is where published files are brought to, for an array in a directory for each index. `home` names a node, or is
+    the indices of the jobs to make of this one order, of which `array_limit` (0: all) may be under way at a time, each with
+    `array_batch` indices, which it runs one after another;
+    `out` is where published files are brought to, for an array in a directory for each job. `home` names a node, or is
     `first` or `none`; without it, home is the user's own node that had to send the job away. Without a `gpu_share_limit` a job
     is held to its share. An `interactive` one runs only where its user may go in. `secrets`: NAME, NAME=VARIABLE or
     NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes, the only ones that may open them. `data`: data
@@ -61,6 +62,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_unix: Annotated[float, msgspec.Meta(ge=0, lt=2**43)] | None = None  # in milliseconds it fits a double
     array: list[Number] = []
     array_limit: Number = 0
+    array_batch: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)] = 1
     out: AbsolutePath | None = None
     home: str | None = None
     interactive: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mesh.cli.names import IMAGE, JOB, NODE, NODE_LIST, SECRET, ZONE
-from mesh.cli.terminal import ARRAY, DEADLINE, DURATION, EVERY, NODES, SIZE, VERSION
+from mesh.cli.terminal import ARRAY, DEADLINE, DURATION, EVERY, MOST_IN_BATCH, NODES, SIZE, VERSION
 
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--gpus", type=click.IntRange(0, 4096), help="Number of GPUs (default 0; 1 with --gpu-share)."),
@@ -131,6 +131,13 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--array", type=ARRAY, metavar="1-100%10", help="Submit a job for each index ($MESH_ARRAY_INDEX), 10 at a time."
     ),
+    click.option(
+        "--batch",
+        type=click.IntRange(1, MOST_IN_BATCH),
+        default=1,
+        metavar="N",
+        help="With --array: run N indices in each job, one after another.",
+    ),
     click.option("--max-time", type=DURATION, help="End the job, with notice, after this running time in total."),
     click.option(
         "--on-partition",
@@ -207,6 +214,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "deadline_unix": options["deadline"],
         "array": list(options["array"][0]) if options["array"] else [],
         "array_limit": options["array"][1] if options["array"] else 0,
+        "array_batch": options["batch"],
         "on_partition": options["on_partition"],
         "max_time_s": options["max_time"],
         "priority": options["priority"],

@@ -270,7 +270,7 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
         array = row["array"]
         rows.append(
             [
-                row["job"][:8] if array is None else f"{array['array'][:8]}_{array['index']}",
+                row["job"][:8] if array is None else f"{array['array'][:8]}_{array['label']}",
                 row["name"] or "-",
                 row["user"],
                 row["state"],

@@ -170,6 +170,7 @@ class Nodes(click.ParamType[tuple[int, int]]):
         return int(found[1]), int(found[2] or found[1])
 
 
-ARRAY_LIMIT = 1000
+MOST_IN_BATCH = 100
+ARRAY_LIMIT = 1000 * MOST_IN_BATCH  # for 1000 jobs
 VERSION = Version()
 DURATION, SIZE, DEADLINE, ARRAY, NODES, EVERY = Duration(), Mebibytes(), Deadline(), Array(), Nodes(), Every()

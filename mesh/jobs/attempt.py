@@ -48,6 +48,7 @@ from mesh.execution.control_files import put_file, read_file
 from mesh.execution.engine import BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch
 from mesh.execution.notice import give_notice
+from mesh.jobs.array_batch import command_of
 from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.environments import Environments
 from mesh.jobs.logs import snapshot_logs
@@ -311,7 +312,7 @@ class Attempt:
         launch = GuestLaunch(
             job=format_job(self.job),
             attempt=self.number,
-            argv=self.spec.argv,
+            argv=command_of(self.spec),
             env=self._env(place),
             work_dir=str(self.base / "work"),
             ckpt_dir=str(self.base / "ckpt"),
@@ -434,7 +435,7 @@ class Attempt:
         array = self.spec.array
         if array is not None:
             env |= {"MESH_ARRAY_ID": format_job(array.array), "MESH_ARRAY_INDEX": str(array.index)}
-            env["MESH_ARRAY_COUNT"] = str(array.of)
+            env["MESH_ARRAY_COUNT"] = str(array.count or array.of)
         return env if place is None else env | gang_env(place)
 
     def _resume(self, commit: Commit) -> str | None:

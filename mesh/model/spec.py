@@ -62,7 +62,9 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A job's place in an array of jobs submitted together.
 
-    `index` tells the jobs apart, `place` others come before it, and with a `limit` at most that many run at a time.
+    `index` tells the jobs apart, `place` of the `of` jobs come before it, and with a `limit` at most that many run at a time. A
+    job with a `batch` runs so many indices, from `index` on, one after another; `count` is the number of the array's indices
+    (0: one for each job).
     """
 
     array: bytes
@@ -70,6 +72,21 @@ class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     place: int
     of: int
     limit: int = 0
+    batch: int = 1
+    count: int = 0
+
+    @property
+    def last(self) -> int:
+        return self.index + self.batch - 1
+
+    def has(self, text: str) -> bool:
+        """Tell whether the text is one of the job's indices, or its label."""
+        return text == self.label or text in map(str, range(self.index, self.last + 1))
+
+    @property
+    def label(self) -> str:
+        """Return the job's indices in words: `7`, or `1-25`."""
+        return str(self.index) if self.batch == 1 else f"{self.index}-{self.last}"
 
 
 HomeRule = Literal["own", "first", "node", "none"]
@@ -312,6 +329,7 @@ MAX_TEXT_BYTES = 256 * 1024
 MAX_WITNESSES = 5
 MAX_AFTER = 4096
 MAX_ARRAY = 1000
+MAX_BATCH = 100
 MAX_NODES = 64
 MAX_MODEL = 100
 MAX_CHAIN_BYTES = 16 * 1024
@@ -370,6 +388,8 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError("the deadline must lie in the future")
     if spec.array is not None:
         _check_array(spec.array)
+        if spec.array.batch > 1 and (spec.checkpointing is not None or spec.most_nodes > 1):
+            raise SpecError("a batch runs its indices afresh on one node: leave out --ckpt and --nodes, or --batch")
     try:
         if spec.lock is not None:
             check_lock(spec.lock, len(spec.witnesses))
@@ -487,6 +507,10 @@ def _check_array(array: ArrayPlace) -> None:
         raise SpecError(f"an array has 1 to {MAX_ARRAY} jobs")
     if not 0 <= array.index < 2**31 or not 0 <= array.place < array.of or not 0 <= array.limit <= MAX_ARRAY:
         raise SpecError("a job's place in its array is not one")
+    if not 1 <= array.batch <= MAX_BATCH:
+        raise SpecError(f"a batch has 1 to {MAX_BATCH} indices")
+    if not 0 <= array.count <= MAX_ARRAY * MAX_BATCH:
+        raise SpecError("an array's number of indices is not one")
 
 
 def _check_checkpointing(checkpointing: Checkpointing) -> None:

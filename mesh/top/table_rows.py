@@ -124,7 +124,7 @@ def moves(job: Job) -> int:
 
 
 def short(job: Job) -> str:
-    return job.job[:8] if job.array is None else f"{job.array.array[:8]}_{job.array.index}"
+    return job.job[:8] if job.array is None else f"{job.array.array[:8]}_{job.array.label}"
 
 
 def called(job: str, name: str) -> str:

@@ -309,10 +309,29 @@ def test_array_is_addressed_by_one_name(shared: Stack) -> None:
     assert ok(other, "logs", f"{array[:10]}_4") == "4 of 3\n"
     ambiguous = mesh(node, "logs", array)
     assert ambiguous.returncode == 2 and f"{array[:8]}_1" in ambiguous.stderr
+    gap = mesh(node, "submit", "--no-workdir", "--array", "1,3", "--batch", "2", "--", "true")
+    assert gap.returncode == 2 and "without gaps, as 1-100" in gap.stderr
+    many = mesh(node, "submit", "--no-workdir", "--array", "1-1500", "--", "true")
+    assert many.returncode == 2 and "--batch 2 makes larger jobs" in many.stderr
     slow = ok(node, "submit", "--no-workdir", "--array", "1-3", "--", "sleep", "60").strip()
     assert ok(node, "cancel", slow).count("cancelled") == 3
     follower = mesh(node, "submit", "--no-workdir", "--after", array, "--", "true")
     assert follower.returncode == 1 and "not well" in follower.stderr
+
+
+def test_batch_of_an_array_runs_its_indices_in_one_job(shared: Stack, tmp_path: Path) -> None:
+    node, other = shared.nodes[:2]
+    command = 'echo "$MESH_ARRAY_INDEX of $MESH_ARRAY_COUNT"; touch "$MESH_OUT_DIR/$MESH_ARRAY_INDEX"; '
+    command += 'test "$MESH_ARRAY_INDEX" != 9'
+    order = ("submit", "--no-workdir", "--array", "5-9", "--batch", "3", "--out", str(tmp_path))
+    array = ok(node, *order, "--", "sh", "-c", command).strip()
+    assert mesh(other, "wait", array).returncode == 1
+    rows = read(other, "ps", array)["jobs"]
+    assert [(row["array"]["label"], row["state"]) for row in rows] == [("5-7", "done"), ("8-9", "failed")]
+    assert f"{array[:8]}_8-9" in ok(other, "ps", array)
+    assert ok(other, "logs", f"{array[:8]}_6") == "5 of 5\n6 of 5\n7 of 5\n"
+    assert "mesh: index 9 ended with exit code 1" in ok(other, "logs", f"{array[:8]}_8-9")
+    until(lambda: {file.name for file in tmp_path.glob("5-7/*")} == {"5", "6", "7"}, "the files of the first to arrive")
 
 
 def test_deadline_and_retried_exit_codes(shared: Stack) -> None:

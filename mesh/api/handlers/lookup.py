@@ -116,7 +116,7 @@ class JobLookup:
         arrays: dict[bytes, list[JobStatus]] = {}
         for status in statuses.values():
             array = status.array
-            if array is None or index not in {"", str(array.index)}:
+            if array is None or (index and not array.has(index)):
                 continue
             if wanted and format_job(array.array).startswith(wanted):
                 arrays.setdefault(array.array, []).append(status)

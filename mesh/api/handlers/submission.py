@@ -161,7 +161,7 @@ class SubmissionHandlers:
         array = specs[0].array
         for job, spec in zip(jobs, specs, strict=True):
             if order.out is not None:
-                place = order.out if spec.array is None else str(Path(order.out) / str(spec.array.index))
+                place = order.out if spec.array is None else str(Path(order.out) / spec.array.label)
                 await self._delivery.want(job, place)
         return schemas.jobs.Submitted(
             job=format_job(jobs[0] if array is None else array.array),
@@ -310,14 +310,24 @@ def _describes(script: Path) -> bool:
 
 def _places(order: SubmitOrder) -> list[ArrayPlace | None]:
     """Return the array place of each job that the order makes; a single None if it makes one job."""
-    if not order.array:
-        if order.array_limit:
-            raise MeshError("a limit belongs to an array", ExitCode.USAGE)
+    indices, batch = order.array, order.array_batch
+    if not indices:
+        if order.array_limit or batch > 1:
+            raise MeshError("a limit and a batch belong to an array", ExitCode.USAGE)
         return [None]
-    if len(order.array) > MAX_ARRAY or len(set(order.array)) != len(order.array):
-        raise MeshError(f"an array has 1 to {MAX_ARRAY} jobs, each with its own index", ExitCode.USAGE)
-    array, of = os.urandom(JOB_ID_BYTES), len(order.array)
-    return [ArrayPlace(array, index, place, of, order.array_limit) for place, index in enumerate(order.array)]
+    if len(set(indices)) != len(indices):
+        raise MeshError("each index of an array comes once", ExitCode.USAGE)
+    if batch > 1 and indices != list(range(indices[0], indices[0] + len(indices))):
+        raise MeshError("a batch needs indices without gaps, as 1-100", ExitCode.USAGE)
+    firsts = indices[::batch]
+    if len(firsts) > MAX_ARRAY:
+        more = f"--batch {-(-len(indices) // MAX_ARRAY)} makes larger jobs"
+        raise MeshError(f"an array has 1 to {MAX_ARRAY} jobs, not {len(firsts)}: {more}", ExitCode.USAGE)
+    array, of, count = os.urandom(JOB_ID_BYTES), len(firsts), len(indices) if batch > 1 else 0
+    return [
+        ArrayPlace(array, first, place, of, order.array_limit, min(batch, len(indices) - place * batch), count)
+        for place, first in enumerate(firsts)
+    ]
 
 
 def _with_lock(specs: list[JobSpec], cipher: StateCipher) -> list[JobSpec]:

@@ -22,11 +22,13 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's place in an array of `of` jobs."""
+    """A job's place in an array of `of` jobs: it runs `batch` indices from `index` on."""
 
     array: str
     index: int
     of: int
+    batch: int
+    label: str
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True):
