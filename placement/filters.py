@@ -166,7 +166,9 @@ def image_refusal(request: Request, advert: Advert) -> str | None:
         return f"its owner denies image {name} (`mesh image deny`)"
     if short in advert.image_ids or short in advert.image_fetches:
         return None
-    return f"image {name} ({wanted.hex()[:12]}) is not on this node, and no node that it can fetch from has it"
+    missing = f"image {name} ({wanted.hex()[:12]}) is not on this node, and no node that it can fetch from has it"
+    of_user = name is not None and name.startswith("@")
+    return f"{missing}, or its owner does not run images of that user" if of_user else missing
 
 
 class DataOffer(msgspec.Struct, frozen=True):

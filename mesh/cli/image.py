@@ -36,12 +36,12 @@ def list_(ctx: click.Context, /, **form: bool) -> None:
 
 
 def _draw(answer: dict[str, Any]) -> None:
-    if answer["listed"]:
+    if answer["listed"] or answer["images"]:
         rows = [_row(row) for row in answer["images"]]
         table(["ALIAS", "IMAGE", "SIZE", "SIGNED BY", "HERE", "NODES"], rows)
-        if answer["anything"]:
-            say("nodes may also run any other image that they have (`*` is on the list)", err=True)
-    else:
+    if answer["anything"]:
+        say("nodes may also run any other image that they have (`*` is on the list)", err=True)
+    if not answer["listed"]:
         say(
             "this mesh has no list of images: a node runs any image that it has, for the users it accepts. "
             "`mesh image allow ALIAS` starts a list",

@@ -78,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     system_checkpoints: bool = False
     image_fetch: bool = True  # fetch allowed images from other nodes when a job needs them
     image_registries: tuple[str, ...] = ()  # hosts of public registries to fetch listed images from, as docker.io
+    image_users: tuple[str, ...] = ("mine",)  # users whose own images run here, unlisted; "*": everybody's
     image_cache_gib: float = 20.0  # disk for image layers that other nodes can fetch
     registry_port: int = 0  # port of the node's image registry, on loopback; 0: any free port, kept for later starts
     image_keep_gib: float = 100.0  # disk for fetched images; above it, the longest unused are removed

@@ -258,6 +258,7 @@ class Daemon:
             _bytes(settings.image_cache_gib) or 0,
             settings.image_fetch,
             settings.image_registries,
+            settings.image_users,
             settings.registry_port,
             Bounds(_bytes(settings.image_keep_gib) or 0, settings.image_keep_days * DAY_S),
             self._identity,

@@ -3,6 +3,9 @@
 Each signer keeps their own list of entries (`SignedList`), replaced whole. For each alias, the merged list holds the newest entry
 by (counter, signer), so all nodes with the same input agree, in any order (invariants: docs/explanation/images.md). An entry
 either names an image by its digests or denies the alias.
+
+Aliases `@USER/NAME` are personal: only nodes of that user sign them, and each owner decides whose personal images run on their
+node.
 """
 
 import re
@@ -18,8 +21,9 @@ ANYTHING = "*"  # with this alias on the list, every image on a node may be run 
 MAX_LIST_BYTES = 15 * 1024  # sealed and with its signer's certificates, it must fit into a section of 16 KiB
 MAX_COUNTER = 2**53  # JSON represents integers exactly up to here
 MAX_ALIAS = 128
+MAX_PERSONAL = 16  # images of a user that one of their nodes signs; a new one displaces the oldest (own choice)
 
-_ALIAS = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/:-]*[A-Za-z0-9])?")
+_ALIAS = re.compile(r"(?:@([A-Za-z0-9_.@+-]+)/)?[A-Za-z0-9](?:[A-Za-z0-9._/:-]*[A-Za-z0-9])?")
 _ID = re.compile(r"sha256:([0-9a-f]{64})")
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)]
@@ -51,10 +55,12 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class SignedList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """All entries of one signer. Of two lists of one signer, the one with the higher `number` counts."""
+    """All entries of one signer. Of two lists of one signer, the one with the higher `number` counts. `personal`: the signer has
+    never said anything for the mesh."""
 
     number: Natural
     entries: tuple[Entry, ...] = ()
+    personal: bool = False
 
 
 class ListedEntry(msgspec.Struct, frozen=True):
@@ -71,9 +77,16 @@ def check_alias(alias: str) -> str:
     """Return a valid alias. ListError if it is not valid."""
     if not _ALIAS.fullmatch(alias) or len(alias) > MAX_ALIAS or image_hash(alias) is not None:
         raise ListError(
-            f"{alias[:MAX_ALIAS]!r} cannot be an image's name: letters, digits and . _ - / : between them, at most {MAX_ALIAS}"
+            f"{alias[:MAX_ALIAS]!r} cannot be an image's name: letters, digits and . _ - / : between them, perhaps after @USER/, "
+            f"at most {MAX_ALIAS}"
         )
     return alias
+
+
+def user_of(alias: str) -> str | None:
+    """Return the user whose personal image has this alias; None if it is the mesh's."""
+    found = _ALIAS.fullmatch(alias)
+    return found[1] if found is not None else None
 
 
 def image_hash(text: str) -> bytes | None:
@@ -102,6 +115,11 @@ def decode_list(payload: bytes) -> SignedList:
         raise ListError("not a list of images: too long, or an alias twice")
     for entry in signed.entries:
         _check_entry(entry)
+    of_users = sum(user_of(entry.alias) is not None for entry in signed.entries)
+    if of_users > MAX_PERSONAL:
+        raise ListError(f"a node signs at most {MAX_PERSONAL} images of its user")
+    if signed.personal and of_users < len(signed.entries):
+        raise ListError("a personal list has images of the mesh")
     return signed
 
 
@@ -136,9 +154,14 @@ def amended(
     if counter > MAX_COUNTER or own.number >= MAX_COUNTER:
         raise ListError(f"no newer entry of {alias} is possible: revoke its signer, or use another name")
     entries = [entry for entry in own.entries if entry.alias != alias]
+    if user_of(alias) is not None:
+        counter = max(counter, unix_ms)
+        kept = sorted((entry for entry in entries if user_of(entry.alias) is not None), key=lambda entry: entry.counter)
+        entries = [entry for entry in entries if entry not in kept[: -(MAX_PERSONAL - 1)]]
     others = any(entry.alias == alias for signer, signed in lists.items() if signer != me for entry in signed.entries)
     if allowed or others:  # keep a denial only against other signers' entries
         entries.append(Entry(alias, counter, allowed, image if allowed else None))
-    signed = SignedList(max(own.number + 1, unix_ms), tuple(sorted(entries, key=lambda entry: entry.alias)))
+    personal = user_of(alias) is not None and (own.personal or own.number == 0)
+    signed = SignedList(max(own.number + 1, unix_ms), tuple(sorted(entries, key=lambda entry: entry.alias)), personal)
     encode_list(signed)
     return signed

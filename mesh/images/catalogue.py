@@ -1,13 +1,14 @@
 """The images that may run on this node: the mesh's list and the owner's rules. Both outlive the daemon.
 
-images/list/SIGNER   that signer's last list, as signed, with their certificates
-      /own.json      the owner's rules
+images/list/SIGNER       that signer's last list, as signed, with their certificates
+      /personal          this node's own list, while it has only images of its user; those of others are heard again
+      /own.json          the owner's rules
 A list that was received is never forgotten: a mesh with a list stays one when its signers are away or lose the right to sign.
 Their entries then no longer count, and only the owner's rules allow images.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,13 +19,15 @@ from membership.identity import Identity, NodeId, short_id
 from membership.malformed import MALFORMED
 from membership.records import Record
 from membership.trust import Credentials, TrustError, TrustStore
-from mesh.images.allowlist import Image, ListError, SignedList, amended, decode_list, encode_list, merged
+from mesh.images.allowlist import Image, ListError, SignedList, amended, decode_list, encode_list, merged, user_of
 from mesh.images.rules import OwnRules, Rules, check_own
 from mesh.util.errors import MeshError
 
 KIND = "images"  # envelope kind of a signed list
 SECTION = "images"  # a signer publishes their list here; others publish it below while the signer is away
 MAX_SIGNERS = 64  # in a mesh (own choice)
+MAX_PERSONAL_LISTS = 1024  # of nodes of users; beyond that, a new one is not heard (own choice)
+MINE = "mine"  # among the users whose images run here: this node's own
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +43,21 @@ _shown_decoder = msgspec.msgpack.Decoder(Shown)
 
 
 class Catalogue:
-    """The known lists and the owner's rules. `now_unix` returns Unix seconds."""
+    """The known lists and the owner's rules. `now_unix` returns Unix seconds; `users`: whose personal images run here."""
 
-    def __init__(self, root: Path, identity: Identity, trust: TrustStore, now_unix: Callable[[], float]) -> None:
-        self._lists, self._own_path = root / "list", root / "own.json"
+    def __init__(
+        self,
+        root: Path,
+        identity: Identity,
+        trust: TrustStore,
+        now_unix: Callable[[], float],
+        users: Sequence[str] = (MINE,),
+    ) -> None:
+        self._lists, self._personal, self._own_path = root / "list", root / "personal", root / "own.json"
+        self._users = frozenset(users)
         self._identity, self._trust, self._now_unix = identity, trust, now_unix
         self._heard: dict[NodeId, tuple[SignedList, Shown]] = {}
+        self._of_mesh: set[NodeId] = set()  # signers who have said something for the mesh
         self._begun = False
         self._own = OwnRules()
         self._rules: tuple[object, Rules] | None = None
@@ -53,8 +65,9 @@ class Catalogue:
     def load(self) -> None:
         """Read the files of an earlier run. MeshError if the owner's rules are damaged: they must not be ignored."""
         self._lists.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in sorted(self._lists.iterdir()):
-            self._begun = True  # even if it is unreadable
+        lists = sorted(self._lists.iterdir())
+        self._begun = bool(lists)  # even if they are unreadable
+        for path in (*lists, *([self._personal] if self._personal.exists() else ())):
             try:
                 self._take(path.read_bytes(), keep=False)
             except (ListError, OSError) as error:
@@ -72,10 +85,22 @@ class Catalogue:
     @property
     def rules(self) -> Rules:
         """Return the current rules; entries of signers who may no longer sign do not count."""
-        lists = {signer: signed for signer, (signed, _) in self._heard.items() if self._may_sign(signer)}
-        key = (tuple((signer, signed.number) for signer, signed in lists.items()), self._begun, self._own)
+        now, lists, users = self._now_unix(), dict[NodeId, SignedList](), dict[NodeId, str]()
+        admitters = []
+        for signer, (signed, _) in self._heard.items():
+            credentials = self._trust.credentials(signer, now)
+            if credentials is not None:
+                lists[signer], users[signer] = signed, credentials.user
+                admitters += [signer] if credentials.can_admit else []
+        me = self._trust.credentials(self._identity.node_id, now)
+        mine = "" if me is None else me.user
+        numbers = tuple((signer, signed.number) for signer, signed in lists.items())
+        key = (numbers, tuple(users.items()), tuple(admitters), mine, self._begun, self._own)
         if self._rules is None or self._rules[0] != key:
-            self._rules = (key, Rules(merged(lists) if self._begun else None, self._own))
+            of_mesh = merged({signer: _of_user(lists[signer], None) for signer in admitters})
+            personal = merged({signer: _of_user(signed, users[signer]) for signer, signed in lists.items()})
+            run_here = None if "*" in self._users else frozenset(mine if user == MINE else user for user in self._users)
+            self._rules = (key, Rules(of_mesh if self._begun else None, self._own, personal, run_here))
         return self._rules[1]
 
     @property
@@ -87,8 +112,10 @@ class Catalogue:
         write_durably(self._own_path, msgspec.json.format(msgspec.json.encode(rules), indent=1))
         self._own = rules
 
-    def may_sign(self) -> bool:
-        return self._may_sign(self._identity.node_id)
+    def may_sign(self, alias: str = "") -> bool:
+        """Tell whether this node may sign an entry: of the mesh, or of its own user's images."""
+        me = self._trust.credentials(self._identity.node_id, self._now_unix())
+        return me is not None and (me.user == user_of(alias) if user_of(alias) is not None else me.can_admit)
 
     def signers(self) -> list[Credentials]:
         """Return the known members who may sign."""
@@ -100,7 +127,9 @@ class Catalogue:
         """Sign a new entry; return the body of the section to publish. ListError on failure."""
         me = self._identity.node_id
         lists = {
-            signer: signed for signer, (signed, _) in self._heard.items() if self._may_sign(signer) or signer == me
+            signer: signed
+            for signer, (signed, _) in self._heard.items()
+            if signer == me or self._fits(signed, self._trust.credentials(signer, self._now_unix()))
         }
         signed = amended(me, lists, alias, image, allowed, int(self._now_unix() * 1000))
         sealed = seal(self._identity, self._trust.mesh_id, KIND, encode_list(signed))
@@ -144,23 +173,42 @@ class Catalogue:
         known = self._heard.get(signer)
         if known is not None and signed.number <= known[0].number:
             return False
-        if not self._may_sign(signer):
+        if not self._fits(signed, self._trust.credentials(signer, self._now_unix())):
             try:
                 credentials = self._trust.admit_chain(shown.chain, self._now_unix())
             except TrustError as error:
                 if keep:
                     raise ListError(f"its signer is not a member: {error}") from error
             else:
-                if keep and (credentials.node_id != signer or not self._may_sign(signer)):
-                    raise ListError(f"{credentials.nick} may not sign the mesh's list of images")
-        if known is None and len(self._heard) >= MAX_SIGNERS:
-            raise ListError("too many signers of image lists")
-        if keep:
-            write_durably(self._lists / signer.hex(), body)
+                if keep and (credentials.node_id != signer or not self._fits(signed, credentials)):
+                    raise ListError(f"{credentials.nick} may not sign that list of images")
+        personal = signed.personal and signer not in self._of_mesh
+        if known is None or (signer not in self._of_mesh and not personal):
+            others = len(self._heard) - len(self._of_mesh) if personal else len(self._of_mesh)
+            if others >= (MAX_PERSONAL_LISTS if personal else MAX_SIGNERS):
+                raise ListError("too many signers of image lists")
+        if keep and (not personal or signer == self._identity.node_id):
+            write_durably(self._personal if personal else self._lists / signer.hex(), body)
         self._heard[signer] = (signed, shown)
-        self._begun = True
+        if not personal:
+            self._of_mesh.add(signer)
+            self._begun = True
         return True
 
     def _may_sign(self, node: NodeId) -> bool:
         credentials = self._trust.credentials(node, self._now_unix())
         return credentials is not None and credentials.can_admit
+
+    @staticmethod
+    def _fits(signed: SignedList, credentials: Credentials | None) -> bool:
+        """Tell whether a member may say all that is on a list."""
+        if credentials is None:
+            return False
+        users = {user_of(entry.alias) for entry in signed.entries}
+        return users <= {credentials.user, None} and (signed.personal or credentials.can_admit)
+
+
+def _of_user(signed: SignedList, user: str | None) -> SignedList:
+    """Return what a list says of the images of a user, or (None) of the mesh."""
+    entries = tuple(entry for entry in signed.entries if user_of(entry.alias) == user)
+    return SignedList(signed.number, entries)

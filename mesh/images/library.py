@@ -17,7 +17,7 @@ from membership.node import MembershipNode
 from membership.records import Record
 from membership.trust import TrustStore
 from mesh.execution.engine import BadImage, EngineError
-from mesh.images.allowlist import Image, ListError
+from mesh.images.allowlist import Image, ListError, user_of
 from mesh.images.blobs import BlobStore
 from mesh.images.catalogue import SECTION, Catalogue
 from mesh.images.engine import PUSHED, ImageEngine, StoredImage
@@ -58,7 +58,8 @@ class Library:
     """The images of one node.
 
     `blame` reports a node that sent wrong data; `changed` is called when this node's offer changes; `fetches`: the owner allows
-    fetching, also from the public `registries`; `registry_port`: 0 for any; `bounds`: limits of fetched images.
+    fetching, also from the public `registries`; `users`: whose personal images run here; `registry_port`: 0 for any; `bounds`:
+    limits of fetched images.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Library:
         cache_bytes: int,
         fetches: bool,
         registries: Sequence[str],
+        users: Sequence[str],
         registry_port: int,
         bounds: Bounds,
         identity: Identity,
@@ -76,7 +78,7 @@ class Library:
         blame: Callable[[NodeId, str], None],
         changed: Callable[[], None],
     ) -> None:
-        self.catalogue = Catalogue(root, identity, trust, time.time)
+        self.catalogue = Catalogue(root, identity, trust, time.time, users)
         self.stored: dict[bytes, StoredImage] = {}
         self.pulls: dict[bytes, SharedTask] = {}
         self.bounds = bounds
@@ -172,7 +174,7 @@ class Library:
         has = {config for config, image in rules.images.items() if self.here(image) is not None}
         has |= {config for config in rules.shared if self._fetches and self._whole(rules.shared[config])}
         nodes, fetches = self.nodes_of() if self._engine_ok else {}, set[bytes]()
-        for alias, row in (rules.listed or {}).items() if self._engine_ok else ():
+        for alias, row in rules.rows.items() if self._engine_ok else ():
             one = row.entry.image
             if one is not None and one.config not in has and self._may_fetch(one):
                 others = {*nodes.get(one.config[:SHORT], ())} - {self._me}
@@ -188,7 +190,7 @@ class Library:
 
     def name_of(self, identity: bytes) -> str:
         """Return the name on the list of an image with this id on the engine."""
-        for alias, row in (self.rules.listed or {}).items():
+        for alias, row in self.rules.rows.items():
             if row.entry.image is not None and identity in self.ids(row.entry.image):
                 return alias
         return digest_text(identity)
@@ -356,7 +358,7 @@ class Library:
 
     def _origin(self, digest: bytes, name: str) -> Origin | None:
         """Return where a blob may be: of an image on the list, or, with `name`, of any image of the public registries."""
-        rows = [(alias, row.entry.image) for alias, row in (self.rules.listed or {}).items()]
+        rows = [(alias, row.entry.image) for alias, row in self.rules.rows.items()]
         images = {
             alias: image
             for alias, image in rows
@@ -393,7 +395,10 @@ class Library:
 
     def say(self, alias: str, image: Image | None, allowed: bool) -> None:
         """Sign a new entry of the mesh's list. ListError if this node may not sign, or the entry is not valid."""
-        if not self.catalogue.may_sign():
+        if not self.catalogue.may_sign(alias):
+            user = user_of(alias)
+            if user is not None:
+                raise ListError(f"only a node of user {user} may sign {alias}")
             names = sorted(credentials.nick for credentials in self.catalogue.signers())
             raise ListError(
                 f"this node may not sign the mesh's list of images: only the founder and admitters may "

@@ -1,8 +1,8 @@
 """The decision whether an image may run on this node, and which rule refuses it. No I/O.
 
 The owner comes first: images that the owner denies are not run, and images that the owner allows run whatever the mesh's list
-says. Then the mesh's list decides. In a mesh without a list, every image on the node may run, since its owner put it there.
-Images are compared by hash, not by name alone.
+says. Then the mesh's list decides. In a mesh without a list, every image on the node may run, since its owner put it there. A
+user's personal image runs where the owner runs that user's. Images are compared by hash, not by name alone.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,16 @@ from typing import Literal
 
 import msgspec
 
-from mesh.images.allowlist import ANYTHING, HASH_BYTES, Image, ListedEntry, ListError, check_alias, image_hash
+from mesh.images.allowlist import (
+    ANYTHING,
+    HASH_BYTES,
+    Image,
+    ListedEntry,
+    ListError,
+    check_alias,
+    image_hash,
+    user_of,
+)
 
 Rule = Literal["", "denied here", "not listed", "differs", "no engine", "not here"]
 MAX_OWN = 200  # rules of one owner; adverts hold the names
@@ -36,10 +45,13 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True, dict=True):
-    """The mesh's list and the owner's rules. `listed` is None while the mesh has no list."""
+    """The mesh's list, users' personal images and the owner's rules. `listed` is None while the mesh has no list; `users`: whose
+    personal images run here (None: everybody's)."""
 
     listed: Mapping[str, ListedEntry] | None = None
     own: OwnRules = OwnRules()
+    personal: Mapping[str, ListedEntry] = {}
+    users: frozenset[str] | None = None
 
     def judge(self, name: str, wanted: bytes | None) -> Verdict:
         """Decide whether a job that asks for `name` may run here. `wanted`: the list's hash of it when it was submitted."""
@@ -50,9 +62,15 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
         own = self.own.allowed.get(name)
         if own is not None and config in {None, own.config}:
             return _denied(name) if own.config in denials else Verdict("", image=own)
-        row = (self.listed or {}).get(name)
+        user = user_of(name)
+        if user is not None and self.users is not None and user not in self.users:
+            return Verdict(
+                "not listed",
+                f"image {name} is of user {user}, whose images do not run here (`image_users` of its owner)",
+            )
+        row = self.rows.get(name)
         known = config in self.images if config is not None else row is not None and row.entry.image is not None
-        if self.listed is None or (self.anything and not known):
+        if user is None and (self.listed is None or (self.anything and not known)):
             return Verdict("", image=None if config is None else Image(config))
         if config is not None:
             if known:
@@ -71,6 +89,16 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
         return _denied(name) if row.entry.image.config in denials else Verdict("", image=row.entry.image)
 
     @cached_property
+    def rows(self) -> Mapping[str, ListedEntry]:
+        """Return all entries, by alias."""
+        return {**(self.listed or {}), **self.personal}
+
+    @property
+    def of_mesh(self) -> "Rules":
+        """Return what holds for the mesh: without the rules of this owner."""
+        return Rules(self.listed, personal=self.personal)
+
+    @cached_property
     def anything(self) -> bool:
         """Return whether the list allows every image."""
         row = (self.listed or {}).get(ANYTHING)
@@ -79,21 +107,26 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def images(self) -> dict[bytes, Image]:
         """Return the images that may run here, by hash: the list's and the owner's, without denied ones."""
-        images = [one.entry.image for one in (self.listed or {}).values()]
-        found = {image.config: image for image in (*images, *self.own.allowed.values()) if image is not None}
+        found = self.given | {image.config: image for image in self.own.allowed.values()}
         return {config: image for config, image in found.items() if config not in self.denied_hashes}
 
     @cached_property
+    def given(self) -> dict[bytes, Image]:
+        """Return the images of the mesh and of users whose images run here, denied ones included, by hash."""
+        here = (row for alias, row in self.rows.items() if self.users is None or user_of(alias) in {None, *self.users})
+        images = (row.entry.image for row in here)
+        return {image.config: image for image in images if image is not None}
+
+    @cached_property
     def shared(self) -> dict[bytes, Image]:
-        """Return those on the mesh's list, which nodes give to each other."""
-        listed = {one.entry.image.config for one in (self.listed or {}).values() if one.entry.image is not None}
-        return {config: image for config, image in self.images.items() if config in listed}
+        """Return those that nodes give to each other: all but what only this owner allows."""
+        return {config: image for config, image in self.images.items() if config in self.given}
 
     @cached_property
     def denied_hashes(self) -> frozenset[bytes]:
         denied = {config for configs in self.own.denied.values() for config in configs}
         for name in self.own.denied:
-            row = (self.listed or {}).get(name)
+            row = self.rows.get(name)
             if row is not None and row.entry.image is not None:
                 denied.add(row.entry.image.config)
         return frozenset(denied)

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from membership.malformed import MALFORMED
+from mesh.images.allowlist import user_of
 from mesh.images.blobs import BlobStore
 from mesh.images.oci import MAX_MANIFEST_BYTES, TYPES, digest_text
 from mesh.rpc.streams import read_within
@@ -45,6 +46,8 @@ class Upstream:
         """Return the registries and repositories where images of these names may be."""
         found = []
         for name in names:
+            if user_of(name) is not None:
+                continue
             path = re.sub(r"(@sha256:[0-9a-f]+|:[^:/]*)$", "", name)
             host, _, rest = path.partition("/")
             named = rest != "" and (host == "localhost" or "." in host or ":" in host)

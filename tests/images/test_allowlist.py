@@ -24,7 +24,7 @@ from mesh.images.allowlist import (
 )
 
 SIGNERS = [bytes([n]) * 32 for n in range(1, 5)]
-ALIASES = ["pytorch", "jax:2", "lab/tool"]
+ALIASES = ["pytorch", "jax:2", "lab/tool", "@ada/tool", "@ada@uni.edu/tool"]
 
 images = st.builds(Image, st.binary(min_size=32, max_size=32), st.sampled_from([b"", b"m" * 32]), st.integers(0, 2**40))
 

@@ -1,11 +1,13 @@
 """The catalogue of images: signed entries, relayed by any node, kept across restarts, void when the signer is not a member."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
+import mesh.images.catalogue as catalogue_module
 from membership.envelope import MeshSealer, seal
 from membership.identity import Identity
 from membership.records import Record
@@ -14,12 +16,13 @@ from membership.trust import (
     Certificate,
     TrustError,
     TrustStore,
+    User,
     found_mesh,
     make_revocation,
     renew_chain,
 )
-from mesh.images.allowlist import Entry, Image, SignedList, encode_list
-from mesh.images.catalogue import KIND, Catalogue, Shown
+from mesh.images.allowlist import MAX_PERSONAL, Entry, Image, SignedList, encode_list
+from mesh.images.catalogue import KIND, MINE, Catalogue, Shown
 from mesh.images.rules import OwnRules
 from mesh.util.errors import MeshError
 from tests.chains import admitted
@@ -37,7 +40,7 @@ class Campus:
         self.admitter_chain = self.chain(self.admitter, "adm", "bob", admit=True)
         self.guest_chain = self.chain(self.guest, "guest", "eve")
 
-    def chain(self, identity: Identity, nick: str, user: str, admit: bool = False) -> bytes:
+    def chain(self, identity: Identity, nick: str, user: str | User, admit: bool = False) -> bytes:
         return admitted(self.founder, self.genesis, self.founder_chain, identity.node_id, nick, user, NOW, admit=admit)
 
     def trust(self, *chains: bytes) -> TrustStore:
@@ -46,9 +49,12 @@ class Campus:
             trust.admit_chain(chain, NOW)
         return trust
 
-    def said(self, identity: Identity, chain: bytes, number: int, *words: Entry) -> bytes:
-        trust = TrustStore(self.genesis)
-        sealed = seal(identity, trust.mesh_id, KIND, encode_list(SignedList(number, words)))
+    def said(
+        self, identity: Identity, chain: bytes, number: int, *words: Entry, personal: bool = False, checked: bool = True
+    ) -> bytes:
+        trust, signed = TrustStore(self.genesis), SignedList(number, words, personal)
+        payload = encode_list(signed) if checked else msgspec.msgpack.encode(signed)
+        sealed = seal(identity, trust.mesh_id, KIND, payload)
         return msgspec.msgpack.encode(Shown(sealed, chain))
 
 
@@ -57,8 +63,10 @@ def campus() -> Campus:
     return Campus()
 
 
-def catalogue(campus: Campus, root: Path, identity: Identity, *chains: bytes, now: float = NOW) -> Catalogue:
-    found = Catalogue(root, identity, campus.trust(*chains), lambda: now)
+def catalogue(
+    campus: Campus, root: Path, identity: Identity, *chains: bytes, now: float = NOW, users: Sequence[str] = (MINE,)
+) -> Catalogue:
+    found = Catalogue(root, identity, campus.trust(*chains), lambda: now, users)
     found.load()
     return found
 
@@ -200,3 +208,96 @@ def test_damaged_files_allow_nothing(campus: Campus, tmp_path: Path) -> None:
         (tmp_path / "own.json").write_bytes(damage)
         with pytest.raises(MeshError, match=r"own\.json.*correct it, or remove it"):
             catalogue(campus, tmp_path, campus.guest, campus.guest_chain)
+
+
+OWN = Entry("@eve/train", 1, True, A)
+
+
+def test_own_images_run_on_own_nodes_and_where_the_owner_says(campus: Campus, tmp_path: Path) -> None:
+    other = Identity.generate()
+    binding = campus.trust().check_chain(campus.guest_chain, NOW).binding
+    chains = (campus.guest_chain, campus.chain(other, "other", binding), campus.founder_chain)
+    eve = catalogue(campus, tmp_path / "e", campus.guest, *chains)
+    assert eve.may_sign("@eve/train") and not eve.may_sign("@ada/train") and not eve.may_sign("train")
+    body = eve.say("@eve/train", A, True, campus.guest_chain)
+    for root, node, users, runs in (
+        ("same user", other, (MINE,), True),
+        ("nobody's", other, (), False),
+        ("by name", campus.founder, ("eve",), True),
+        ("everybody's", campus.founder, ("*",), True),
+        ("another user", campus.founder, (MINE,), False),
+        ("another name", campus.founder, ("bob",), False),
+    ):
+        heard = catalogue(campus, tmp_path / root, node, *chains, users=users)
+        assert heard.hear(record(body)) and heard.rules.listed is None, "a user's list does not begin one of the mesh"
+        verdict = heard.rules.judge("@eve/train", A.config)
+        assert (verdict.rule, verdict.image) == (("", A) if runs else ("not listed", None)), root
+        assert heard.rules.of_mesh.judge("@eve/train", None).image == A, "everybody may ask for it"
+        assert (A.config in heard.rules.shared) == runs and heard.rules.judge("whatever", None).rule == ""
+        heard.own = OwnRules({}, {"@eve/train": ()})
+        assert heard.rules.judge("@eve/train", A.config).rule == "denied here" and not heard.rules.shared
+    again = catalogue(campus, tmp_path / "e", campus.guest, *chains)
+    assert again.rules.judge("@eve/train", None).image == A, "its signer keeps it over a restart"
+    again.say("@eve/train", None, False, campus.guest_chain)
+    assert again.rules.judge("@eve/train", None).rule == "not listed" and again.rules.listed is None
+
+
+def test_members_sign_nothing_but_images_of_their_user(campus: Campus, tmp_path: Path) -> None:
+    heard = catalogue(campus, tmp_path, campus.stranger, users=("*",))
+    theirs = Entry("@ada/train", 1, True, A)
+    many = [Entry(f"@eve/{number}", 1, True, A) for number in range(MAX_PERSONAL + 1)]
+    for bad in (
+        campus.said(campus.guest, campus.guest_chain, 1, theirs, personal=True),
+        campus.said(campus.guest, campus.guest_chain, 1, OWN, theirs, personal=True),
+        campus.said(campus.guest, campus.guest_chain, 1, OWN),
+        campus.said(campus.guest, campus.guest_chain, 1),
+        campus.said(campus.guest, campus.guest_chain, 1, OWN, WORD, personal=True, checked=False),
+        campus.said(campus.guest, campus.guest_chain, 1, *many, personal=True, checked=False),
+        campus.said(campus.admitter, campus.admitter_chain, 1, OWN),
+    ):
+        assert not heard.hear(record(bad)) and heard.rules.listed is None
+        assert heard.rules.judge("@ada/train", None).rule == heard.rules.judge("@eve/train", None).rule == "not listed"
+    assert heard.hear(record(campus.said(campus.guest, campus.guest_chain, 1, OWN, personal=True)))
+    assert heard.rules.judge("@eve/train", None).image == A
+    assert list((tmp_path / "list").iterdir()) == [] and not (tmp_path / "personal").exists(), "it is heard again"
+
+
+def test_admitter_with_images_of_their_own_keeps_the_list_of_the_mesh(campus: Campus, tmp_path: Path) -> None:
+    bob = catalogue(campus, tmp_path / "b", campus.admitter, campus.admitter_chain)
+    assert bob.may_sign("@bob/x") and not bob.may_sign("@eve/x")
+    bodies = [bob.say("@bob/x", A, True, campus.admitter_chain)]
+    assert bob.rules.listed is None
+    bodies.append(bob.say("pytorch", B, True, campus.admitter_chain))
+    bodies.append(bob.say("pytorch", None, False, campus.admitter_chain))
+    for number, begun in enumerate((False, True, True)):
+        heard = catalogue(campus, tmp_path / str(number), campus.stranger)
+        assert heard.hear(record(bodies[number])) and (heard.rules.listed is not None) == begun
+    again = catalogue(campus, tmp_path / "b", campus.admitter, campus.admitter_chain)
+    assert again.rules.listed == {} and again.rules.judge("@bob/x", None).image == A
+
+
+def test_users_cannot_fill_the_places_of_admitters(
+    campus: Campus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue_module, "MAX_SIGNERS", 1)
+    monkeypatch.setattr(catalogue_module, "MAX_PERSONAL_LISTS", 1)
+    heard = catalogue(campus, tmp_path, campus.stranger, users=("*",))
+    second = Identity.generate()
+    chain = campus.chain(second, "second", "sam")
+    assert heard.hear(record(campus.said(campus.guest, campus.guest_chain, 1, OWN, personal=True)))
+    other = Entry("@sam/train", 1, True, B)
+    assert not heard.hear(record(campus.said(second, chain, 1, other, personal=True)))
+    assert heard.hear(record(campus.said(campus.founder, campus.founder_chain, 1, WORD)))
+    assert not heard.hear(record(campus.said(campus.admitter, campus.admitter_chain, 1, WORD)))
+    assert heard.hear(record(campus.said(campus.guest, campus.guest_chain, 2, personal=True)))
+
+
+def test_newest_images_of_a_user_are_kept(campus: Campus, tmp_path: Path) -> None:
+    now = [NOW]
+    eve = Catalogue(tmp_path, campus.guest, campus.trust(campus.guest_chain), lambda: now[0])
+    eve.load()
+    for number in range(MAX_PERSONAL + 2):
+        now[0] += 1.0
+        eve.say(f"@eve/{(7 * number) % 18}", A, True, campus.guest_chain)
+    kept = {alias for alias, row in eve.rules.personal.items() if row.entry.allowed}
+    assert kept == {f"@eve/{(7 * number) % 18}" for number in range(2, MAX_PERSONAL + 2)}

@@ -8,7 +8,7 @@ from mesh.images.allowlist import ANYTHING, Entry, Image, ListedEntry, ListError
 from mesh.images.rules import MAX_OWN, OwnRules, Rules, check_own, with_allowed, with_denied, without
 
 A, B, C = (Image(bytes([n]) * 32) for n in b"ABC")
-NAMES = ["pytorch", "jax", "tool"]
+NAMES = ["pytorch", "jax", "tool", "@ada/tool"]
 SIGNER = b"s" * 32
 
 

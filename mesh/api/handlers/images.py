@@ -12,12 +12,12 @@ from mesh.api import schemas
 from mesh.api.handlers.lookup import find_node, nick_in, nicks_of
 from mesh.api.requests import AllowImage, DenyImage, PruneImages, PushImage
 from mesh.execution.engine import BadImage, EngineError
-from mesh.images.allowlist import ANYTHING, Image, ListedEntry, ListError, check_alias, image_hash
+from mesh.images.allowlist import ANYTHING, Image, ListedEntry, ListError, check_alias, image_hash, user_of
 from mesh.images.engine import StoredImage
 from mesh.images.library import Library
 from mesh.images.messages import Fetching, decode_fetching
 from mesh.images.oci import digest_text
-from mesh.images.rules import Rules, with_allowed, with_denied, without
+from mesh.images.rules import with_allowed, with_denied, without
 from mesh.jobs.service import JobService
 from mesh.model.spec import JobSpec
 from mesh.rpc.client import PeerClient, PeerError
@@ -39,13 +39,19 @@ class ImageHandlers:
     def pin(self, name: str | None, engine: str | None) -> bytes | None:
         """Return the image id to pin in a new job; None if it goes by name. MeshError if the list refuses the image."""
         rules = self._library.rules
-        if name is None or engine == "process" or rules.listed is None:
+        if name is None or engine == "process" or (rules.listed is None and user_of(name) is None):
             return None
-        verdict = Rules(rules.listed).judge(name, None)
+        verdict = rules.of_mesh.judge(name, None)
         if not verdict.rule:
             return verdict.image.config if verdict.image is not None else None
         if any(name in advert.images for advert in self._jobs.mesh_view.adverts()):
             return None  # the owner of a node allows it there
+        user = user_of(name)
+        if user is not None:
+            raise MeshError(
+                f"{verdict.words}. A node of user {user} puts it there: `mesh image allow {name} --from IMAGE`",
+                ExitCode.REFUSED,
+            )
         who = ", ".join(sorted(credentials.nick for credentials in self._library.catalogue.signers())) or "its founder"
         raise MeshError(
             f"{verdict.words}. {who} may put it there with `mesh image allow {name}`; a node's owner may "
@@ -55,10 +61,10 @@ class ImageHandlers:
 
     def objections(self, spec: JobSpec) -> list[str]:
         """Return the objections of the mesh's list to a job's image."""
-        listed = self._library.rules.listed
-        if spec.image is None or spec.image_id is None or listed is None:
+        rules = self._library.rules
+        if spec.image is None or spec.image_id is None or (rules.listed is None and user_of(spec.image) is None):
             return []
-        words = Rules(listed).judge(spec.image, spec.image_id).words
+        words = rules.of_mesh.judge(spec.image, spec.image_id).words
         return [words] if words else []
 
     # --- what there is
@@ -68,7 +74,7 @@ class ImageHandlers:
         unused = await self._library.fetched()
         library, rules = self._library, self._library.rules
         nicks, holders = nicks_of(self._membership), library.nodes_of()
-        rows = [self._listed(alias, row, nicks, holders) for alias, row in sorted((rules.listed or {}).items())]
+        rows = [self._listed(alias, row, nicks, holders) for alias, row in sorted(rules.rows.items())]
         named: dict[str, list[str]] = {}
         for advert in self._jobs.mesh_view.adverts():
             for name in advert.images:
@@ -146,14 +152,14 @@ class ImageHandlers:
 
     async def allow(self, order: AllowImage) -> schemas.images.Allowed:
         library = self._library
-        first = library.rules.listed is None and not order.here
+        first = library.rules.listed is None and not order.here and user_of(order.alias) is None
         try:
             if order.alias == ANYTHING:
                 if order.here or order.source or order.id:
                     raise ListError("`*` stands for every image, on the mesh's list: it has no --from, --id or --here")
                 library.say(ANYTHING, None, True)
                 return self._allowed(ANYTHING, None, first=first)
-            row = (library.rules.listed or {}).get(check_alias(order.alias))
+            row = library.rules.rows.get(check_alias(order.alias))
             if order.here and row is not None and row.entry.image is not None and not (order.source or order.id):
                 image = row.entry.image  # the owner had denied it: the mesh's list decides again
                 library.rule(without(library.rules.own, order.alias))
@@ -220,7 +226,7 @@ class ImageHandlers:
 
     async def deny(self, order: DenyImage) -> schemas.images.Denied:
         library, rules = self._library, self._library.rules
-        row = (rules.listed or {}).get(order.alias)
+        row = rules.rows.get(order.alias)
         try:
             if order.alias != ANYTHING or not order.mesh:
                 check_alias(order.alias)
@@ -303,12 +309,12 @@ class ImageHandlers:
 
     def _wanted(self, alias: str) -> Image:
         rules = self._library.rules
-        if rules.listed is None:
+        if rules.listed is None and user_of(alias) is None:
             raise MeshError(
                 "this mesh has no list of images, so nodes give none to each other: `mesh image allow ALIAS` begins one",
                 ExitCode.REFUSED,
             )
-        verdict = Rules(rules.listed).judge(alias, None)
+        verdict = rules.of_mesh.judge(alias, None)
         if verdict.rule or verdict.image is None:
             raise MeshError(
                 verdict.words or f"image {alias} is not on the mesh's list by its digest: `mesh image ls`",
