@@ -37,6 +37,12 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--memory", type=SIZE, help="Memory limit, as 8g."),
     click.option("--cpus", type=click.FloatRange(0.1, 1024), help="CPU limit (docker engine)."),
     click.option("--image", type=IMAGE, help="Container image (default: none, the job is a plain process)."),
+    click.option(
+        "--build",
+        type=click.Path(file_okay=False, exists=True),
+        metavar="DIR",
+        help="Build DIR's Dockerfile here, and run it in that image.",
+    ),
     click.option("--engine", type=click.Choice(["process", "docker"]), help="Require this engine."),
     click.option("--name", default="", help="Name of the job."),
     click.option(

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from mesh.api.client import Client
+from mesh.cli.image_build import built
 from mesh.cli.job_file import JobCommand, job_file, printed_file
 from mesh.cli.job_options import job_options, make_order
 from mesh.cli.listing import listing, show
@@ -38,6 +39,10 @@ raw_option = click.option(
 
 
 def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    if options["build"]:
+        if options["image"]:
+            raise click.UsageError("--build makes the image: leave out --image")
+        options = {**options, "image": built(daemon, Path(options["build"]))}
     order = {**make_order(command, options), **more}
     with packing_progress(daemon):
         answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)

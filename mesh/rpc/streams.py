@@ -83,7 +83,7 @@ class Given(NamedTuple):
 async def given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Cargo) -> Given:
     """Send these frames as the answer, as background traffic; return when the other end has all of it.
 
-    If the size of the cargo is known, the answer says it.
+    If the size of the cargo is known, the answer says it. HTTPBadRequest, which nobody reads any more, if the other end leaves.
     """
     response = web.StreamResponse()
     response.content_length = cargo.size or None
@@ -91,13 +91,16 @@ async def given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Ca
     begun, size = time.monotonic(), 0
     async with wire.lane(Background(), cargo) as lane:
         lane.bind(request.transport)
-        async for piece in sliced(frames):
-            size += len(piece)
-            await response.write(piece)
-        if cargo.size not in {0, size}:
-            response.force_close()  # the other end waits for the rest
-        await response.write_eof()
-        await lane.drained()
+        try:
+            async for piece in sliced(frames):
+                size += len(piece)
+                await response.write(piece)
+            if cargo.size not in {0, size}:
+                response.force_close()  # the other end waits for the rest
+            await response.write_eof()
+            await lane.drained()
+        except ConnectionResetError as error:
+            raise web.HTTPBadRequest(text="the other end has left") from error
     return Given(response, size, time.monotonic() - begun, lane.held)
 
 

@@ -1,9 +1,11 @@
 """The mesh's image list on two real daemons, each with its own Docker engine."""
 
+import getpass
 import os
 import time
 from collections.abc import Iterator
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -313,3 +315,40 @@ async def test_only_listed_images_are_served_and_fetched(stack: Stack, image_id:
     finally:
         await insider.peers.close()
     assert "Traceback" not in one.where.log.read_text()
+
+
+@pytest.mark.dockerd
+def test_user_builds_an_image_and_runs_it_on_their_other_node(
+    stack: Stack, hosts: tuple[str, str], image_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image comes from a Dockerfile; no admitter signs it, and the mesh still has no list afterwards."""
+    one, two = stack.nodes
+    monkeypatch.setenv("DOCKER_HOST", hosts[0])
+    project = tmp_path / "My project"
+    project.mkdir()
+    (project / "Dockerfile").write_text("FROM lab/tool:1\nCOPY words /words\n")
+    (project / "words").write_text("built here\n")
+    ok(one, "pause")
+    until(lambda: paused(two, one), "the other node to know that this one is paused")
+    order = ("--no-workdir", "--build", str(project), "--", "cat", "/words")
+    done = mesh(one, "submit", *order)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    state = finished(two, job)
+    assert state["outcome"]["kind"] == "done" and state["attempts"][-1]["node"] == "node2"
+    assert ok(two, "logs", job) == "built here\n"
+    (alias,) = [one["alias"] for one in read(two, "image", "ls")["images"]]
+    assert alias.startswith(f"@{getpass.getuser()}/my-project:") and f"image {alias}" in done.stderr
+    assert read(two, "image", "ls")["listed"] is False
+    with client_of(hosts[0]) as client:
+        assert not [tag for image in client.images.list() for tag in image.tags if "mesh-build" in tag]
+    fails(one, 5, "only a node of user nobody may sign", "image", "allow", "@nobody/x", "--from", "lab/tool:1")
+    fails(one, 5, "is not on the mesh's list", "submit", "--no-workdir", "--image", "@nobody/x", "--", "true")
+    (project / "Dockerfile").write_text("FROM lab/tool:1\nCOPY nothing /x\n")
+    fails(one, 1, "build` failed with exit code 1; its output is above", "submit", *order)
+
+    # The owner comes first.
+    ok(two, "image", "deny", alias)
+    waits = ok(one, "submit", "--no-workdir", "--image", alias, "--", "true").strip()
+    until(lambda: f"its owner denies image {alias}" in ok(one, "why", waits), "the denial to be the reason")
+    ok(one, "cancel", waits)

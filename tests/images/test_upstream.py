@@ -162,4 +162,5 @@ def test_alias_names_its_registry() -> None:
     assert upstream.places(["docker.io/python"]) == [("docker.io", "library/python")]
     assert upstream.places(["127.0.0.1:5000/a/b:c"]) == [("127.0.0.1:5000", "a/b")]
     assert upstream.places(["quay.io/x/y", "localhost/x", "127.0.0.1:5001/x", "other:5000/x", ""]) == []
+    assert upstream.places(["@ada/python", "@ada@uni.edu/x:1"]) == [], "images of users are in no public registry"
     assert Upstream([]).places(["python"]) == []
