@@ -11,12 +11,13 @@ from mesh.cli.listing import listing, show, show_answer, watch_option
 from mesh.cli.output import print_json, say, table
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout
-from mesh.daemon.launcher import daemon_command, start_daemon, wait_ready
+from mesh.daemon.launcher import daemon_command, log_tail, start_daemon, wait_ready
 from mesh.util.errors import ConfigError, MeshError
 from mesh.util.processes import process_of
 from mesh.util.text import lend_lines, plural, when
 
 ZONE_NODES_SHOWN = 6
+LOG_LINES = 50
 
 
 @click.command()
@@ -173,8 +174,8 @@ def status(ctx: click.Context, watch: bool, as_json: bool, log: bool) -> None:
         path = layout(ctx).log
         if not path.exists():
             raise MeshError(f"there is no log yet at {path}: `mesh up` starts a daemon")
-        say()
-        say("".join(path.read_text(errors="replace").splitlines()[-50:]))
+        for line in log_tail(path, LOG_LINES):
+            say(line)
         return
     daemon = client(ctx)
     show_answer(lambda: daemon.get("/v1/status"), _draw_status, watch, as_json)

@@ -12,6 +12,7 @@ from mesh.api.client import Client
 from mesh.daemon.layout import Layout
 from mesh.util.errors import MeshError
 
+TAIL_BYTES = 1 << 18  # of a log that is shown (own choice)
 START_TIMEOUT_S = 180.0  # a first start compiles every module: 80 s on an emulated machine (own measurement)
 
 
@@ -58,9 +59,18 @@ def _full(directory: Path) -> bool:
     return (disk.f_bavail if os.geteuid() else disk.f_bfree) == 0
 
 
+def log_tail(log: Path, lines: int) -> list[str]:
+    """Return the last lines of a log, of its last TAIL_BYTES; empty without a log."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        return file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-lines:]
+
+
 def last_words(log: Path) -> str:
     """The daemon's own message, without the log around it."""
-    lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+    lines = log_tail(log, 20)
     spoken = [line.removeprefix("mesh: ") for line in lines if line.startswith("mesh: ")]
     if _full(log.parent):  # what it said at the end may be cut off, or missing
         return f"{log.parent}: its disk is full. Free some space, or name another state directory with --state."

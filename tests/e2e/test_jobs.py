@@ -205,8 +205,11 @@ def test_nodes_and_status_show_the_lent_resources(shared: Stack) -> None:
     shown = ok(shared.nodes[0], "status")
     assert "4 nodes alive" in shown and "engine process: ready" in shown and "no sandbox" in shown
     with shared.nodes[0].where.log.open("a") as log:
-        log.write("the last line\n")  # a daemon that is well may have written none
-    assert "the last line" in ok(shared.nodes[0], "status", "--log")
+        log.write(
+            "a long\x1b[2J line " * 50_000 + "\nbefore\nthe last line\n"
+        )  # a daemon that is well may have written none
+    shown = ok(shared.nodes[0], "status", "--log")
+    assert shown.endswith("\nbefore\nthe last line\n") and "\x1b" not in shown and len(shown) < 1 << 17
 
 
 def interrupted(shared: Stack, times: int) -> tuple[subprocess.Popen[str], str, str]:
