@@ -385,9 +385,13 @@ class Library:
 
     def hear(self, node: NodeId, section: str) -> None:
         """Take a new section of another node."""
-        record = self._membership.record(node, section)
+        record, before = self._membership.record(node, section), self.rules.listed
         if record is not None and self.catalogue.hear(record):
-            self._rules_changed()
+            self._end_pulls()
+            if (
+                self.rules.listed != before
+            ):  # else any member could have all nodes publish their adverts, again and again
+                self._changed()
 
     def hear_all(self) -> None:
         for record in (*self._membership.records(SECTION), *self._membership.records(f"{SECTION}/")):
@@ -414,10 +418,14 @@ class Library:
         self._rules_changed()
 
     def _rules_changed(self) -> None:
+        self._end_pulls()
+        self._changed()
+
+    def _end_pulls(self) -> None:
+        """End the fetches of images that may not run here any more."""
         for config, pull in self.pulls.items():
             if config not in self.rules.shared and not pull.task.done():
                 pull.task.cancel()
-        self._changed()
 
     def show(self) -> None:
         """Publish this node's own list again."""
