@@ -364,6 +364,7 @@ class Core:
             raise FrameError("a push-pull starts with Hello")
         if (key := self.trust.revoked_in(frame.chain)) is not None:
             return self._answer_revoked(key, frame)  # its admitter was revoked, and it may not know
+        is_new = self.swim.table.get(sender) is None
         self._admit(sender, frame.chain)
         nonce = self.nonce()
         missing = self._delta(frame.nonce, frame)
@@ -380,6 +381,9 @@ class Core:
             self.counters["refused_replayed"] += 1
             raise FrameError("the answer does not match the question")
         self._apply_delta(delta.records, delta.evidence)
+        certificate = self.records.get(sender, TRUST, self._clock.unix())
+        if is_new and certificate is not None:
+            self._perform(self.swim.introduce(sender, certificate.sealed))
         return Done(0, delta.nonce)
 
     def ask_renewal(self) -> StreamExchange:

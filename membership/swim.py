@@ -52,6 +52,9 @@ Verified = tuple[bytes, AnyEvidence, bytes]  # author, evidence, the sealed byte
 PACKET_OVERHEAD = 73 + 9 + 10 + 34 + 24  # upper bound: envelope, nonce, root, a target, framing
 WOKE_UP_S = 5.0  # a timer this late means the machine slept, not that it was busy
 LEAVE_ROUNDS = 3  # farewells sent to each member; two may be lost
+INTRODUCED_TO = (
+    256  # members that hear of a newcomer from the node that it joined by; rumours tell the rest (own choice)
+)
 GOSSIP_TO_DEAD_S = 30.0  # rumours also go to dead members for this long, so that they can refute (memberlist)
 MAX_REMEMBERED_RUNS = 8
 
@@ -226,6 +229,22 @@ class Swim:
     def want_reconcile(self, node: bytes, host: str, port: int, unless_equal: bool, now: float) -> list[Effect]:
         """Ask for a push-pull with the node at this address, unless there was one a moment ago."""
         return [WantReconcile(node, host, port, unless_equal)] if self._reconcile_limit.allow((host, port), now) else []
+
+    def introduce(self, newcomer: bytes, certificate: bytes) -> list[Effect]:
+        """Tell the others of a newcomer, of whom only this node knows yet. Rumours alone take seconds when many start at once:
+        few certificates fit into a packet.
+        """
+        member = self.table.get(newcomer)
+        if member is None or not member.present:
+            return []
+        news: Gossip = (("record", certificate), ("member", member.alive_sealed))
+        packets: list[Gossip] = [news] if self._fits(news) else [(item,) for item in news if self._fits((item,))]
+        others = self.table.draw(INTRODUCED_TO, self._rng, without=(self.node, newcomer))
+        return [self._send_exactly(other, self._rumours(gossip)) for other in others for gossip in packets]
+
+    def _fits(self, gossip: Gossip) -> bool:
+        used = PACKET_OVERHEAD + sum(len(sealed) + ITEM_OVERHEAD for _, sealed in gossip)
+        return used <= self.config.packet_bytes
 
     def is_unreachable(self, node: bytes) -> bool:
         return node in self._unreachable

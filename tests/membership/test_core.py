@@ -148,6 +148,20 @@ def test_one_push_pull_makes_two_nodes_equal() -> None:
     assert bob.core.counters["reconciled"] == before, "equal roots take two frames"
 
 
+def test_newcomer_is_introduced_to_the_others_once() -> None:
+    ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
+    meet(ann, bob)
+    ann.effects.clear()
+    talk(cyd, ann, cyd.core.push_pull())
+    (sent,) = (effect for effect in ann.effects if isinstance(effect, SendPacket))
+    assert sent.to == bob.identity.node_id
+    bob.core.on_datagram(ann.core.seal_packet(sent.to, sent.packet), ("ann", 7373))
+    assert bob.knows(cyd), "with its certificate and its address"
+    ann.effects.clear()
+    talk(cyd, ann, cyd.core.push_pull())
+    assert not ann.asked_for(SendPacket), "it is no newcomer any more"
+
+
 @pytest.mark.parametrize("caller", ["a member", "a stranger"])
 def test_push_pull_brings_the_chain_of_its_own_node(caller: str) -> None:
     """Otherwise whoever has seen a member's certificate reads and writes all that the mesh knows."""

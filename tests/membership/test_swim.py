@@ -380,3 +380,20 @@ def test_urgent_record_is_sent_at_once_and_first() -> None:
         swim.rumours.add("record", bytes([number]), bytes(300))
     told = packets(swim.gossip_record(ME, "advert", b"urgent" * 20, 5.0, urgent=True), Rumours)
     assert len(told) == 2 and all(("record", b"urgent" * 20) in packet.packet.gossip for packet in told)
+
+
+@pytest.mark.parametrize(("certificate", "kinds"), [(300, ["rm"]), (1000, ["r", "m"]), (5000, ["m"])])
+def test_introduction_fits_into_packets(certificate: int, kinds: list[str]) -> None:
+    swim = core(PEER, THIRD)
+    sent = packets(swim.introduce(PEER, bytes(certificate)), Rumours)
+    assert [p.to for p in sent] == [THIRD] * len(kinds), "neither the newcomer nor this node"
+    assert ["".join(kind[0] for kind, _ in p.packet.gossip) for p in sent] == kinds
+    assert all(len(encode(p.packet)) + ADDRESSED_OVERHEAD <= CONFIG.packet_bytes for p in sent)
+    assert swim.introduce(FOURTH, bytes(10)) == [], "it is not known, so there is nothing to tell"
+
+
+def test_introductions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("membership.swim.INTRODUCED_TO", 3)
+    swim = core(*(bytes([n]) * 32 for n in range(2, 12)))
+    sent = packets(swim.introduce(PEER, bytes(300)), Rumours)
+    assert len({p.to for p in sent} - {ME, PEER}) == len(sent) == 3
