@@ -296,7 +296,9 @@ async def test_output_is_not_awaited_after_the_container_ended(tmp_path: Path, m
     monkeypatch.setattr("mesh.execution.docker.engine.ATTACH_AGAIN_S", 0.1)
     monkeypatch.setattr("mesh.execution.docker.engine.lives", lambda head: True)  # it ends right after this is asked
     engine = DockerEngine(f"test-{os.getpid()}-ended")
-    assert (await engine.availability()).ok
+    if not (answer := await engine.availability()).ok or answer.detail.startswith("Podman"):
+        await engine.close()
+        pytest.skip(f"not an engine of Docker, which alone takes that: {answer.detail}")
     bench = Bench(engine, tmp_path, busybox_image())
     try:
         guest = await bench.shell("while test ! -e go; do sleep 0.05; done; echo said; exit 7")
