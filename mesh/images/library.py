@@ -388,9 +388,8 @@ class Library:
         record, before = self._membership.record(node, section), self.rules.listed
         if record is not None and self.catalogue.hear(record):
             self._end_pulls()
-            if (
-                self.rules.listed != before
-            ):  # else any member could have all nodes publish their adverts, again and again
+            # Not for a user's own images: any member could have all nodes publish their adverts again and again.
+            if self.rules.listed != before:
                 self._changed()
 
     def hear_all(self) -> None:
