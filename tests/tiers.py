@@ -85,6 +85,22 @@ def podman_problem() -> str:
 
 
 @cache
+def rootless_problem() -> str:
+    """Return why this user has no rootless Podman that can run guests, or an empty text."""
+    if shutil.which("podman") is None:
+        return "podman is not installed"
+    if os.getuid() == 0:
+        return "an ordinary user is needed"
+    from mesh.execution.process.subtree import needs_linger
+
+    if needs_linger():
+        return "this user does not linger (loginctl enable-linger)"
+    asked = ["podman", "info", "--format", "{{.Host.CgroupsVersion}} {{.Host.CgroupManager}}"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    return "" if said == "v2 systemd" else f"no control groups of version 2 and systemd of this user ({said})"
+
+
+@cache
 def browser_problem() -> str:
     """Return why no browser is available, or an empty text."""
     return "" if shutil.which("chromium") else "chromium is not installed (Debian: apt-get install chromium)"
@@ -187,6 +203,7 @@ PROBES = {
     "docker": docker_problem,
     "dockerd": dockerd_problem,
     "podman": podman_problem,
+    "rootless": rootless_problem,
     "netns": netns_problem,
     "frameworks": frameworks_problem,
     "trackers": trackers_problem,

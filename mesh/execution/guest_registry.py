@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mesh.util.cgroups import CRUN_CHILD
 from mesh.util.processes import Process
 
 ENDING, KILLED = ".json", ".killed"  # of an entry; of one whose guest the owner killed without the daemon
-OWN_GROUP = re.compile(r"[0-9a-f]{16}[^/]*$")  # the last part of the path of a control group that belongs to one guest
+# How the path of a control group ends that belongs to one guest.
+OWN_GROUP = re.compile(rf"[0-9a-f]{{16}}[^/]*(/{CRUN_CHILD})?$")
 TEXT_LIMIT, ENTRY_LIMIT = 4096, 1 << 16  # bytes of one field, of one file (own choice)
 
 

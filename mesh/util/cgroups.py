@@ -1,9 +1,10 @@
 """Control groups, versions 1 and 2: find a process's groups, list, kill, freeze and thaw. Standard library only."""
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from mesh.util.processes import Process, process_of
 
 KILL, FREEZE, EVENTS = "cgroup.kill", "cgroup.freeze", "cgroup.events"  # of version 2 (the first since Linux 5.14)
 FREEZER = "freezer.state"  # of version 1
+CRUN_CHILD = (
+    "container"  # the group below a container's own, with systemd and version 2 (crun(1), run.oci.systemd.subgroup)
+)
+LIMITS = ("memory.max", "memory.swap.max", "pids.max", "cpu.max")  # of version 2
 REMOVE_S, LOOK_S = 2.0, 0.01  # until a group whose last process has ended can be removed (own choice)
 
 
@@ -71,9 +76,29 @@ def processes_in(group: Path) -> set[Process]:
 
 
 def own_groups(pid: int, mark: str) -> tuple[Path, ...]:
-    """Return the groups by which to kill and thaw a process: those whose name contains `mark` and so belong to it alone."""
+    """Return the groups by which to kill, freeze and thaw a process: those whose name contains `mark` and so belong to it alone.
+
+    crun puts a container's processes in a group below that one, which Podman pauses: that comes first.
+    """
     found = groups_of(pid)
-    return tuple(found[name] for name in ("", "freezer") if name in found and mark in found[name].name)
+    return tuple(group for name in ("", "freezer") if name in found for group in _marked(found[name], mark))
+
+
+def limits_of(groups: Sequence[Path]) -> dict[str, float]:
+    """Return what limits these nested groups of version 2 together: the lowest value of each file, infinite if none is set.
+
+    `memory.max` and `memory.swap.max` are in bytes, `pids.max` a number, and `cpu.max` the processors that may be used.
+    """
+    found = {}
+    for file in LIMITS:
+        limits = [math.inf]
+        for group in groups:
+            with contextlib.suppress(OSError):
+                quota, *period = (group / file).read_text().split()
+                if quota != "max":
+                    limits.append(int(quota) / int(*period or (1,)))
+        found[file] = min(limits)
+    return found
 
 
 def kill_all(group: Path) -> None:
@@ -128,6 +153,12 @@ def remove_groups(directories: tuple[str, ...]) -> None:
         left = [path for path in left if not _removed(path)]
         if left:
             time.sleep(LOOK_S)
+
+
+def _marked(own: Path, mark: str) -> tuple[Path, ...]:
+    if mark in own.name:
+        return (own,)
+    return (own, own.parent) if own.name == CRUN_CHILD and mark in own.parent.name else ()
 
 
 def _removed(path: Path) -> bool:

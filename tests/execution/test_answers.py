@@ -1,4 +1,6 @@
-"""Recorded answers of engines: Docker 20.10 and 26.1, Podman 4.3."""
+"""Recorded answers of engines: Docker 20.10 and 26.1, Podman 4.3 and 5.8."""
+
+import os
 
 import pytest
 
@@ -8,19 +10,66 @@ from mesh.execution.docker.hardening import traits_of
 STARTED = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
 
 
+PODMAN = {"Version": "5.8.6", "Components": [{"Name": "Podman Engine", "Version": "5.8.6"}, {"Name": "Conmon"}]}
+OF_PODMAN = {
+    "SecurityOptions": ["name=apparmor", "name=seccomp,profile=default", "name=rootless"],
+    "Rootless": True,
+    "CgroupDriver": "systemd",
+    "CgroupVersion": "2",
+    "DockerRootDir": "/home/alice/.local/share/containers/storage",
+}
+
+
+def host(user: int | None = None, **changes: object) -> dict[str, object]:
+    """Return what Podman 5.8 says of its machine (`/libpod/info`), run by this user or another."""
+    maps = [{"container_id": 0, "host_id": os.getuid() if user is None else user, "size": 1}]
+    maps += [{"container_id": 1, "host_id": 100000, "size": 65536}]
+    told = {"cgroupManager": "systemd", "cgroupVersion": "v2", "cgroupControllers": ["cpu", "memory", "pids"]}
+    return {**told, "idMappings": {"gidmap": maps, "uidmap": maps}, **changes}
+
+
 @pytest.mark.parametrize(
     ("told", "words"),
     [
         ({"SecurityOptions": ["name=seccomp,profile=default"], "CgroupVersion": "1"}, ""),
-        ({"SecurityOptions": ["name=seccomp,profile=default"], "Rootless": True}, "runs rootless"),  # Podman
-        ({"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]}, "runs rootless"),  # Docker
+        (
+            {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]},
+            "Docker runs rootless: a guest could not write",
+        ),
         ({"SecurityOptions": ["name=seccomp,profile=default", "name=userns"]}, "maps users (userns-remap)"),
         ({"SecurityOptions": None}, ""),
     ],
 )
-def test_engine_with_user_mapping_runs_no_guests(told: dict[str, object], words: str) -> None:
-    problem = traits_of({"Version": "1"}, told).problem
-    assert words in problem and bool(words) == bool(problem)
+def test_docker_that_maps_users_runs_no_guests(told: dict[str, object], words: str) -> None:
+    traits = traits_of({"Version": "1"}, told, {}, lingers=True)
+    assert words in traits.problem and bool(words) == bool(traits.problem)
+
+
+def test_rootless_podman_runs_guests_as_its_user() -> None:
+    traits = traits_of(PODMAN, OF_PODMAN, host(), lingers=True)
+    assert (traits.name, traits.problem, traits.userns, traits.disk_rate) == ("Podman", "", "keep-id", False)
+    controllers = ["cpu", "io", "memory", "pids"]
+    assert traits_of(PODMAN, OF_PODMAN, host(cgroupControllers=controllers), lingers=True).disk_rate
+
+
+@pytest.mark.parametrize(
+    ("told", "lingers", "words"),
+    [
+        (host(user=os.getuid() + 1), True, "not of this daemon's user"),
+        (host(idMappings={}), True, "not of this daemon's user"),
+        (host(cgroupVersion="v1", cgroupControllers=[]), True, "control groups of version 2"),  # Podman 4.3
+        (host(cgroupManager="cgroupfs"), True, "this user's systemd"),
+        (host(cgroupControllers=["memory", "pids"]), True, "may not limit cpu"),
+        (host(cgroupControllers=None), True, "may not limit cpu, memory, pids"),
+        (host(), False, "loginctl enable-linger"),
+        ({}, True, "not of this daemon's user"),
+    ],
+)
+def test_rootless_podman_is_refused_where_it_could_not_keep_a_guest(
+    told: dict[str, object], lingers: bool, words: str
+) -> None:
+    traits = traits_of(PODMAN, OF_PODMAN, told, lingers=lingers)
+    assert traits.problem.startswith("Podman runs rootless: ") and words in traits.problem
 
 
 @pytest.mark.parametrize(

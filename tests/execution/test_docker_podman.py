@@ -1,12 +1,8 @@
 """The docker engine on Podman's Docker API: the job contract, leases and kills."""
 
 import asyncio
-import contextlib
+import math
 import os
-import shutil
-import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,52 +14,22 @@ from mesh.execution.engine import BadImage
 from mesh.execution.guest_registry import GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, open_switch
 from mesh.network.egress import policy_of
+from mesh.util.cgroups import limits_of
 from tests.container_images import import_busybox
-from tests.execution.bench import LOOP, WAIT_S, Bench, processes_with, wait_until
+from tests.execution.bench import LOOP, WAIT_S, Bench, processes_with
 from tests.execution.network_guest import CURL, see_what_it_reaches
+from tests.podman import podman_service
 
-pytestmark = pytest.mark.podman
-CONFIGURATION = """
-[containers]
-default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
-[engine]
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-runtime = "runc"
-"""
+AS_ROOT = pytest.param(False, marks=pytest.mark.podman, id="root")
+ROOTLESS = pytest.param(True, marks=pytest.mark.rootless, id="rootless")
 
 
-@pytest.fixture(scope="module")
-def podman() -> Iterator[tuple[str, str]]:
-    """Start a Podman service with its own storage; yield the address of its socket, and an image."""
-    root = Path(tempfile.mkdtemp(prefix="mesh-podman-"))
-    (root / "containers.conf").write_text(CONFIGURATION)
-    command = ["podman", "--root", f"{root}/root", "--runroot", f"{root}/run"]
-    env = {**os.environ, "CONTAINERS_CONF": f"{root}/containers.conf"}
-    service = ["system", "service", "--time=0", f"unix://{root}/s"]
-    with (root / "log").open("wb") as log:
-        process = subprocess.Popen([*command, *service], stdout=log, stderr=log, env=env, cwd=root)
-    patch = pytest.MonkeyPatch()
-    try:
-        wait_until(lambda: answers(root / "s"), "podman to answer")
-        patch.setenv("DOCKER_HOST", f"unix://{root}/s")
-        yield f"unix://{root}/s", import_busybox()
-    finally:
-        patch.undo()
-        subprocess.run([*command, "rm", "-a", "-f", "-t", "0"], env=env, capture_output=True, check=False)
-        process.terminate()
-        process.wait(WAIT_S)
-        for mounted in (root / "root" / "overlay", root / "root"):
-            subprocess.run(["umount", "-l", mounted], capture_output=True, check=False)
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def answers(path: Path) -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(path))
-        client.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
-        return b"200 OK" in client.recv(4096)
-    return False
+@pytest.fixture(scope="module", params=[AS_ROOT, ROOTLESS])
+def podman(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    """Yield the address of a service's socket, and an image."""
+    with podman_service(rootless=request.param) as service, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DOCKER_HOST", service.host)
+        yield service.host, import_busybox()
 
 
 @pytest.fixture
@@ -125,6 +91,15 @@ async def test_podman_guest_stops_after_lease_and_dies_for_owner(bench: Bench) -
     assert (end.code, end.fault) == (137, BY_OWNER)
 
 
+async def test_podman_guest_is_limited_by_its_groups(bench: Bench) -> None:
+    guest = await bench.shell(f"echo ready; {LOOP}", memory_mib=100, cpus=0.5, pids=40)
+    await bench.until_logged("ready")
+    limits = limits_of(guest._groups)  # type: ignore[attr-defined]
+    if not guest._groups or math.inf in limits.values():  # type: ignore[attr-defined]
+        pytest.skip("this machine has control groups of version 1")
+    assert limits == {"memory.max": 100 << 20, "memory.swap.max": 0, "pids.max": 40, "cpu.max": 0.5}
+
+
 async def test_podman_guest_over_memory_limit_ends(bench: Bench) -> None:
     guest = await bench.shell("tail /dev/zero; exit $?", memory_mib=64)
     async with asyncio.timeout(60):
@@ -143,5 +118,6 @@ async def test_podman_offers_no_network_without_enforcement(
     await engine.close()
 
 
+@pytest.mark.parametrize("podman", [AS_ROOT], indirect=True)  # only root enters a container's network
 async def test_podman_guest_reaches_its_hosts_alone(bench: Bench) -> None:
     await see_what_it_reaches(bench, import_busybox(CURL))

@@ -22,6 +22,7 @@ from tests.container_images import import_busybox
 from tests.dockerd import Dockerd, client_of, dockerd
 from tests.execution.bench import WAIT_S, Bench, containers, processes_with, wait_until
 from tests.execution.place import Place, entry, fresh_mark
+from tests.podman import Podman, podman_service
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,24 @@ def own_dockerd(engine_of_its_own: Dockerd, monkeypatch: pytest.MonkeyPatch) -> 
     return engine_of_its_own
 
 
-@pytest.mark.dockerd
-async def test_guests_die_while_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+@pytest.fixture(
+    params=[
+        pytest.param("dockerd", marks=pytest.mark.dockerd),
+        pytest.param("podman", marks=pytest.mark.podman),
+        pytest.param("rootless", marks=pytest.mark.rootless),
+    ]
+)
+def engine_that_hangs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dockerd | Podman]:
+    """Yield an engine that the test may stop for a while."""
+    if request.param == "dockerd":
+        yield request.getfixturevalue("own_dockerd")
+        return
+    with podman_service(rootless=request.param == "rootless") as service:
+        monkeypatch.setenv("DOCKER_HOST", service.host)
+        yield service
+
+
+async def test_guests_die_while_engine_hangs(tmp_path: Path, engine_that_hangs: Dockerd | Podman) -> None:
     place = Place(tmp_path, "docker", import_busybox())
     mark = fresh_mark()
     try:
@@ -48,7 +65,7 @@ async def test_guests_die_while_engine_hangs(tmp_path: Path, own_dockerd: Docker
         async with asyncio.timeout(WAIT_S):
             while not await place.bench.guests[1].stands_still():
                 await asyncio.sleep(0.01)
-        with own_dockerd.hanging():
+        with engine_that_hangs.hanging():
             killed = await asyncio.to_thread(place.press)
             assert not processes_with(f"{mark}1") and not processes_with(f"{mark}2")
             assert isinstance(killed["killed"], list) and len(killed["killed"]) == 2
@@ -63,8 +80,7 @@ async def test_guests_die_while_engine_hangs(tmp_path: Path, own_dockerd: Docker
         place.switch.close()
 
 
-@pytest.mark.dockerd
-async def test_lease_is_enforced_while_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+async def test_lease_is_enforced_while_engine_hangs(tmp_path: Path, engine_that_hangs: Dockerd | Podman) -> None:
     place = Place(tmp_path, "docker", import_busybox())
     ticks = tmp_path / "attempt" / "work" / "ticks"  # its log comes through the engine
     guest = await place.bench.shell("while :; do echo >> ticks; sleep 0.02; done")
@@ -84,7 +100,7 @@ async def test_lease_is_enforced_while_engine_hangs(tmp_path: Path, own_dockerd:
     try:
         async with asyncio.timeout(WAIT_S):
             await until_it_runs()
-            with own_dockerd.hanging():
+            with engine_that_hangs.hanging():
                 for _ in range(2):
                     guest.allow_until(boot_s() + 0.1)
                     await until_it_stands_still()
@@ -189,13 +205,12 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.dockerd
-def test_containers_die_with_daemon_while_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+def test_containers_die_with_daemon_while_engine_hangs(tmp_path: Path, engine_that_hangs: Dockerd | Podman) -> None:
     mark, label = fresh_mark(), f"orphan-{os.getpid()}"
     command = [sys.executable, "-c", DAEMON, str(tmp_path), label, import_busybox(), mark]
     daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     assert daemon.stdout is not None and daemon.stdout.readline() == "ready\n" and processes_with(mark)
-    with own_dockerd.hanging():
+    with engine_that_hangs.hanging():
         daemon.kill()
         daemon.wait()
         daemon.stdout.close()

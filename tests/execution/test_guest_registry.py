@@ -65,6 +65,8 @@ def test_malformed_entry_is_refused(data: bytes) -> None:
         {"head": [2**40, 5]},
         {"groups": ["/sys/fs/cgroup/unified"]},
         {"groups": ["/sys/fs/cgroup/memory/docker"]},
+        {"groups": ["/sys/fs/cgroup/docker/container"]},
+        {"groups": ["/sys/fs/cgroup/docker-0123456789abcdef.scope/system.slice"]},
         {"groups": ["/sys/fs/cgroup/x/../guest-0123456789abcdef"]},
         {"groups": ["guest-0123456789abcdef"]},
         {"extra": 1},
@@ -104,3 +106,10 @@ def test_update_that_fails_keeps_the_earlier_entry(
         with pytest.raises(OSError, match="No space left"):
             register.keep("key", entry(head=bystander))
     assert register.entries() == ({"key": entry()}, [])
+
+
+def test_entry_of_a_container_of_crun_is_read(tmp_path: Path) -> None:
+    scope = f"/sys/fs/cgroup/user.slice/libpod-{'c5e4' * 16}.scope"
+    kept = entry(engine="docker", container="c5e4" * 16, groups=(f"{scope}/container", scope))
+    GuestRegistry(tmp_path).keep("key", kept)
+    assert GuestRegistry(tmp_path).entries() == ({"key": kept}, [])

@@ -112,6 +112,13 @@ def test_nvidia_runtime_learns_of_gpus_once(tmp_path: Path, listed: tuple[str, .
     assert [name.removeprefix(CDI_KIND) for name in request["DeviceIDs"]] == ["GPU-aa", "GPU-bb"]
 
 
+def test_podman_gets_gpus_by_cdi(tmp_path: Path) -> None:
+    """Podman 5.8 lists no devices, takes them by CDI, and ignores other requests."""
+    launch = Bench(ProcessEngine(), tmp_path, "image").launch("true", gpus=(Portion("GPU-aa", 100, 1024),))
+    (request,) = arguments(launch, "node", "none", Traits("Podman"))["device_requests"]
+    assert request["Driver"] == "cdi" and request["DeviceIDs"] == ["nvidia.com/gpu=GPU-aa"]
+
+
 def test_unlisted_gpu_is_missing() -> None:
     told = "GPU 0: NVIDIA H200 (UUID: GPU-aa)\n  MIG 1g.18gb Device 0: (UUID: MIG-bb)\n"
     assert missing(told, ("GPU-aa", "MIG-bb")) == () and missing(told, ("GPU-aa", "GPU-cc")) == ("GPU-cc",)

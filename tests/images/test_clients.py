@@ -125,7 +125,6 @@ async def test_docker_command_pulls_without_password_and_pushes_with_it(
     assert code == 0 and digest in words, words
 
 
-@pytest.mark.podman
 async def test_podman_pushes_and_pulls(node: Node, podman: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", podman[0])
     await pushes_and_pulls(node, podman[0])

@@ -1,6 +1,6 @@
 """Build, boot and try the machines, and write docs/platforms.md.
 
-    python -m tests.machines [--only sid] [--keep] [--part mesh|processes|containers|limits]
+    python -m tests.machines [--only sid] [--keep] [--part mesh|processes|containers|rootless|limits]
 
 Needs root, the network, and Debian's mmdebstrap, qemu-system-x86, qemu-utils, e2fsprogs and openssh-client.
 """
@@ -27,12 +27,11 @@ ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build" / "machines"
 RESULTS, PAGE = PLACE / "results.json", ROOT / "docs" / "platforms.md"
 SUITES = ("sid", "trixie")
-PARTS = ("mesh", "processes", "containers", "limits")
+PARTS = ("mesh", "processes", "containers", "rootless", "limits")
 INIT = "mesh init home --nick home && mesh up --lend --no-mdns --port 7473 --api-port 7474"
 PODMAN = "DOCKER_HOST=unix:///run/podman/podman.sock"
-ROOTLESS = (
-    f"systemctl --user start podman.socket && export DOCKER_HOST=unix:///run/user/$(id -u)/podman/podman.sock && {INIT}"
-)
+ROOTLESS = "DOCKER_HOST=unix:///run/user/$(id -u)/podman/podman.sock"
+INIT_ROOTLESS = f"systemctl --user start podman.socket && export {ROOTLESS} && {INIT}"
 
 
 def main() -> None:
@@ -156,7 +155,7 @@ def all_limits(machine: Machine) -> Iterator[dict[str, Any]]:
     ways = (
         ("by root, from a login", "root", "true", INIT),
         ("by a user, from a login", USER, "true", INIT),
-        ("by a lingering user, from a login", USER, f"loginctl enable-linger {USER}", ROOTLESS),
+        ("by a lingering user, from a login", USER, f"loginctl enable-linger {USER}", INIT_ROOTLESS),
         ("as a service (`mesh install-service --as USER`)", USER, service, "true"),
     )
     for how, user, before, start in ways:
@@ -182,14 +181,19 @@ def all_engines(machine: Machine, known: dict[str, str], parts: Sequence[str]) -
     if "processes" in parts:
         scope = "systemd-run --scope --quiet -p Delegate=yes"
         yield "process", checks.contract(machine, checks.PROCESSES, within=scope)
-    if "containers" not in parts:
-        return
-    checks.use_store(machine, containerd=False)
-    yield f"Docker {known['docker']}, overlay2", checks.contract(machine, checks.CONTAINERS)
-    checks.use_store(machine, containerd=True)
-    yield f"Docker {known['docker']}, containerd's store", checks.contract(machine, checks.CONTAINERS)
-    machine.run("systemctl start podman.socket")
-    yield f"Podman {known['podman']}, as root", checks.contract(machine, checks.CONTAINERS, PODMAN)
+    if "containers" in parts:
+        checks.use_store(machine, containerd=False)
+        yield f"Docker {known['docker']}, overlay2", checks.contract(machine, checks.CONTAINERS)
+        checks.use_store(machine, containerd=True)
+        yield f"Docker {known['docker']}, containerd's store", checks.contract(machine, checks.CONTAINERS)
+        machine.run("systemctl start podman.socket")
+        yield f"Podman {known['podman']}, as root", checks.contract(machine, checks.CONTAINERS, PODMAN)
+    if "rootless" in parts:
+        machine.run(f"loginctl enable-linger {USER}")
+        machine.run("systemctl --user start podman.socket", user=USER)
+        answers = checks.contract(machine, checks.ROOTLESS, ROOTLESS, user=USER)
+        machine.run(f"loginctl disable-linger {USER}")
+        yield f"Podman {known['podman']}, rootless", answers
 
 
 def two_machines(one: Machine, two: Machine) -> Iterator[str]:

@@ -17,8 +17,9 @@ PYTHON = "/opt/pipx/venvs/campus-mesh/bin/python"
 SUITE = "/opt/suite"
 CORE = ("logs", "files", "exec", "freeze", "kill", "limits", "network")
 TESTS_S, WAIT_S, CONDITION_S = 1500.0, 600.0, 240
-ENGINES, SESSIONS, ESCAPES, GROUPS = (
-    f"tests/execution/test_{name}.py" for name in ("engines", "sessions", "escapes", "groups")
+ENGINES, SESSIONS, ESCAPES, GROUPS, PODMAN, WATCHDOG = (
+    f"tests/execution/test_{name}.py"
+    for name in ("engines", "sessions", "escapes", "groups", "docker_podman", "docker_watchdog")
 )
 
 # The aspects of the contract, and the tests that show each, for containers and for processes.
@@ -36,6 +37,12 @@ CONTAINERS = {
         f"{ENGINES}::test_only_the_guest_over_memory_limit_ends[docker]",
     ),
     "network": (f"{ENGINES}::test_container_has_few_rights",),
+}
+ROOTLESS = {  # of an ordinary user; the engine's own tests start services of Podman that they may stop
+    **CONTAINERS,
+    "freeze": (*CONTAINERS["freeze"], f"{WATCHDOG}::test_lease_is_enforced_while_engine_hangs[rootless]"),
+    "kill": (*CONTAINERS["kill"], f"{WATCHDOG}::test_guests_die_while_engine_hangs[rootless]"),
+    "limits": (*CONTAINERS["limits"], f"{PODMAN}::test_podman_guest_is_limited_by_its_groups[rootless]"),
 }
 PROCESSES = {
     **{aspect: tuple(f"{test}[process]" for test in tests) for aspect, tests in ALIKE.items()},

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.machines import __main__ as suite
-from tests.machines.checks import CONTAINERS, CORE, PROCESSES, _ended
+from tests.machines.checks import CONTAINERS, CORE, PROCESSES, ROOTLESS, _ended
 from tests.machines.machine import Failed
 from tests.machines.page import page
 
@@ -14,7 +14,7 @@ REPORT = """<testsuites><testsuite><testcase name="a[docker]"/><testcase name="b
 
 
 def test_each_aspect_has_a_test_for_each_kind_of_engine() -> None:
-    assert set(CONTAINERS) == set(PROCESSES) == set(CORE)
+    assert set(CONTAINERS) == set(ROOTLESS) == set(PROCESSES) == set(CORE)
 
 
 def test_report_names_failures_and_skips() -> None:

@@ -22,14 +22,24 @@ import docker
 import docker.errors
 import msgspec
 import requests
-from docker.models.containers import ContainerCollection
+from docker.models.containers import ContainerCollection, _create_container_args
 
 from mesh.consensus.contract import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
 from mesh.execution.abandoned_starts import Starts
 from mesh.execution.docker import checkpoint, gpu_visibility
 from mesh.execution.docker.bridges import Bridges
 from mesh.execution.docker.criu import Probe
-from mesh.execution.docker.hardening import Traits, arguments, command_of, give_files, open_gate, traits_of
+from mesh.execution.docker.hardening import (
+    LIMITED_BY,
+    Traits,
+    arguments,
+    command_of,
+    give_files,
+    is_rootless,
+    not_limited,
+    open_gate,
+    traits_of,
+)
 from mesh.execution.docker.session import DockerSession, open_docker_session
 from mesh.execution.docker.socket import EngineSocket, NoContainer, Output, why_silent
 from mesh.execution.docker.sweep import sweep_containers
@@ -38,12 +48,13 @@ from mesh.execution.engine import Availability, BadCommand, BadImage, EngineErro
 from mesh.execution.guest_network import listen_in
 from mesh.execution.guest_registry import GuestEntry, boot_id
 from mesh.execution.killswitch import KillSwitch
+from mesh.execution.process.subtree import delegation, needs_linger
 from mesh.execution.session import Session
 from mesh.network.edge import Edge
 from mesh.network.egress import EgressError, Firewall, Policy, tag_of
 from mesh.rpc.frames import Order
 from mesh.util import capabilities, cgroups
-from mesh.util.processes import catches, descendants_of, process_of
+from mesh.util.processes import catches, descendants_of, lives, process_of
 from mesh.util.slow_calls import apart
 from placement.advert import SystemCheckpoints
 
@@ -65,8 +76,12 @@ T = TypeVar("T")
 class Unseen(ContainerCollection):  # type: ignore[misc]  # the SDK has no types
     """Creates containers without the inspection that the SDK adds; only the id is needed."""
 
-    def get(self, container_id: str) -> Any:
-        return self.client.containers.prepare_model({"Id": container_id})
+    def create(self, image: str, userns: str, **chosen: Any) -> Any:
+        """Create a container with this mapping of users: the SDK takes none but "host"."""
+        made = _create_container_args({**chosen, "image": image, "version": self.client.api._version})
+        if userns:
+            made["host_config"]["UsernsMode"] = userns
+        return self.client.containers.prepare_model({"Id": self.client.api.create_container(**made)["Id"]})
 
 
 class Network(NamedTuple):
@@ -128,13 +143,15 @@ class DockerEngine:
             isolation=f"{rights}, {self._bridges.words}; it shares the kernel",
             proxies=capabilities.has(capabilities.SYS_ADMIN),  # to enter a container's network
             system=self.system,
+            unlimited=() if traits.disk_rate else ("disk rate",),
+            limits_by="" if traits.disk_rate else delegation({*LIMITED_BY, "io"}),
         )
 
     async def _connect(self) -> None:
         path = _socket_path()
         self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
         await self._call(self._sweep)
-        self._traits = await self._call(lambda: traits_of(self._client.version(), self._client.info()))
+        self._traits = await self._call(self._look)
         if self._socket is None:
             self._socket = EngineSocket(path)
         if self._watchdog is None:
@@ -215,6 +232,14 @@ class DockerEngine:
 
     # --- in the pool's threads
 
+    def _look(self) -> Traits:
+        """Ask the engine what it is, and a rootless Podman what it may do here. Docker does not know that question."""
+        info, host = self._client.info(), dict[str, Any]()
+        if is_rootless(info):
+            answer = self._client.api._get(f"{self._client.api.base_url}/v4.0.0/libpod/info")
+            host = answer.json()["host"] if answer.ok else {}
+        return traits_of(self._client.version(), info, host, not needs_linger())
+
     def _create(self, launch: Launch) -> tuple[Any, Network]:
         """Create a container and its own network."""
         image = launch.image_id or self._image(launch.image or "")
@@ -226,7 +251,7 @@ class DockerEngine:
         network = Network(self._bridges.make(self._client)) if gate is None else Network("none", gate)
         try:
             chosen = arguments(launch, self._node, network.name, self._traits)
-            container = Unseen(self._client).create(image, **chosen)
+            container = Unseen(self._client).create(image, self._traits.userns, **chosen)
             self._live.add(container.id)
             return container, network
         except (docker.errors.APIError, requests.RequestException) as error:
@@ -271,6 +296,7 @@ class DockerEngine:
                 groups = tuple(map(str, cgroups.own_groups(pid, container.id)))
                 entry = dataclasses.replace(entry, head=head, groups=groups)
                 self._switch.update(key, entry)
+                self._check_limits(launch, entry)
                 if launch.proxy is not None and network.gate is not None:
                     launch.proxy(listen_in(head))
                     os.write(network.gate, b"\n")
@@ -292,6 +318,14 @@ class DockerEngine:
                 ) from error
             raise EngineError(f"Docker could not start the container: {text}") from error
         return entry
+
+    def _check_limits(self, launch: Launch, entry: GuestEntry) -> None:
+        """Check that a rootless engine has limited a guest: it drops limits for which its user lacks rights."""
+        if not self._traits.userns:
+            return
+        missing = not_limited(launch, cgroups.limits_of(tuple(map(Path, entry.groups))))
+        if missing and entry.head is not None and lives(entry.head):
+            raise EngineError(f"{self._traits.name} did not limit the container: {', '.join(missing)}")
 
     def _image(self, name: str) -> str:
         try:
@@ -422,11 +456,16 @@ class DockerGuest:
         await self._engine._call(lambda: self._engine._remove(self._container, self._network))
 
     async def _copy(self, log_path: str, ended: asyncio.Task[int]) -> None:
-        """Copy output to the log. Output written while the engine is away is lost."""
+        """Copy output to the log. Output written while the engine is away is lost.
+
+        A container that has ended is not attached to again: Podman would make it anew for that, and forget how it ended.
+        """
         try:
             with await asyncio.to_thread(Path(log_path).open, "ab", 0) as file:
                 await self._write_to(file)
                 while not (await asyncio.wait([ended], timeout=ATTACH_AGAIN_S))[0]:
+                    if self._head is None or not lives(self._head):
+                        continue
                     self._output.close()
                     try:
                         self._output = await self._socket.attach(self._container.id)

@@ -21,7 +21,10 @@ from mesh.execution.secret_files import VARIABLES
 from mesh.util import trees
 
 GUEST_UID = 65_532  # "nonroot" in distroless images; owns nothing on a normal host
-ROOTLESS = "rootless"
+KEEP_ID = (
+    "keep-id"  # Podman's mapping in which a guest has the user of a rootless engine on both sides (podman-create(1))
+)
+LIMITED_BY = frozenset({"memory", "pids", "cpu"})  # controllers without which a ceiling would not hold
 LABEL_JOB = "campus-mesh.job"
 TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}  # in memory, counted as the guest's
 INITS = {"Docker": ("docker-init",), "Podman": ("catatonit",)}
@@ -36,8 +39,8 @@ class Traits(msgspec.Struct, frozen=True):
     """Properties of an engine.
 
     `init`: it has a program that reaps orphans and forwards signals; `cdi`: devices that it lists by the Container Device
-    Interface; `experimental`: it can save and restore containers; `root`: its data directory; `maps`: how it maps users, empty
-    if it does not.
+    Interface; `experimental`: it can save and restore containers; `root`: its data directory; `userns`: how it must map users,
+    empty if it maps none; `disk_rate`: it can limit that; `problem`: why it can run no guests, empty if it can.
     """
 
     name: str = "Docker"
@@ -46,29 +49,15 @@ class Traits(msgspec.Struct, frozen=True):
     cdi: frozenset[str] = frozenset()
     experimental: bool = False
     root: str = ""
-    maps: str = ""
-
-    @property
-    def problem(self) -> str:
-        """Return why this engine can run no guests; empty if it can."""
-        if self.maps == ROOTLESS:
-            return (
-                f"{self.name} runs rootless: a guest could not write its own directories, and on control groups of version 1 no "
-                "ceiling holds. Guests need an engine that root runs; this daemon itself needs no root "
-                "(docs/explanation/isolation.md)"
-            )
-        if self.maps:
-            return (
-                f"{self.name} maps users ({self.maps}), so a guest could not write its own directories "
-                "(docs/explanation/isolation.md)"
-            )
-        return ""
+    userns: str = ""
+    disk_rate: bool = True
+    problem: str = ""
 
 
 def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[str, Any]:
     """Return the arguments of the SDK's `containers.create`. `network`: the container's own bridge, or "none"."""
     user = f"{GUEST_UID}:{GUEST_UID}" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
-    environment, devices = contract_env(launch, WORK, CKPT, OUT, CTL), _devices(launch.gpu_uuids, traits.cdi)
+    environment, devices = contract_env(launch, WORK, CKPT, OUT, CTL), _devices(launch.gpu_uuids, traits)
     environment |= {shown.variable: shown.target for shown in launch.data}
     if any(device.driver == CDI for device in devices):
         environment["NVIDIA_VISIBLE_DEVICES"] = (
@@ -104,10 +93,20 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
         chosen |= {"mem_limit": launch.memory_mib << 20, "memswap_limit": launch.memory_mib << 20}
     if launch.cpus is not None:
         chosen["nano_cpus"] = int(launch.cpus * 1e9)
-    if launch.disk_bps is not None and (disk := disk_of(launch.work_dir)) is not None:
+    if launch.disk_bps is not None and traits.disk_rate and (disk := disk_of(launch.work_dir)) is not None:
         rates = [{"Path": disk.path, "Rate": launch.disk_bps}]
         chosen |= {"device_read_bps": rates, "device_write_bps": rates}
     return chosen
+
+
+def not_limited(launch: Launch, limits: dict[str, float]) -> list[str]:
+    """Return what the control groups of a guest that has started do not limit as wanted (`cgroups.limits_of`)."""
+    wanted: dict[str, float] = {"pids.max": launch.pids}
+    if launch.memory_mib is not None:
+        wanted |= {"memory.max": launch.memory_mib << 20, "memory.swap.max": 0}
+    if launch.cpus is not None:
+        wanted["cpu.max"] = launch.cpus
+    return [file for file, most in wanted.items() if limits[file] > most]
 
 
 def command_of(launch: Launch) -> list[str]:
@@ -153,20 +152,51 @@ def _secrets(launch: Launch) -> dict[str, dict[str, str]]:
     return {} if place is None else {place: {"bind": SECRETS, "mode": "ro"}}
 
 
-def traits_of(version: dict[str, Any], info: dict[str, Any]) -> Traits:
-    """Return the properties of an engine from its version and info; looks for its init program on this machine."""
+def traits_of(version: dict[str, Any], info: dict[str, Any], host: dict[str, Any], lingers: bool) -> Traits:
+    """Return the properties of an engine from its version and info; looks for its init program on this machine.
+
+    `host`: what a rootless Podman says of its machine (its own API, `/libpod/info`); `lingers`: this user's services outlive
+    their logins.
+    """
     parts = [str(part.get("Name", "")) for part in version.get("Components") or []]
     name = "Podman" if any("podman" in part.lower() for part in parts) else "Docker"
     found = [shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{INIT_PATH}") for program in INITS[name]]
     experimental, root = bool(info.get("ExperimentalBuild")), str(info.get("DockerRootDir", ""))
-    return Traits(name, str(version.get("Version", "")), any(found), cdi_devices(info), experimental, root, _maps(info))
+    traits = Traits(name, str(version.get("Version", "")), any(found), cdi_devices(info), experimental, root)
+    if is_rootless(info):
+        problem, controllers = _rootless_problem(name, host, lingers), host.get("cgroupControllers") or ()
+        return msgspec.structs.replace(traits, userns=KEEP_ID, disk_rate="io" in controllers, problem=problem)
+    if "name=userns" in _options(info):
+        why = "maps users (userns-remap), so a guest could not write its own directories"
+        return msgspec.structs.replace(traits, problem=f"{name} {why} (docs/explanation/isolation.md)")
+    return traits
 
 
-def _maps(info: dict[str, Any]) -> str:
-    options = {part for text in info.get("SecurityOptions") or () for part in str(text).split(",")}
-    if info.get("Rootless") or "name=rootless" in options:
-        return ROOTLESS
-    return "userns-remap" if "name=userns" in options else ""
+def is_rootless(info: dict[str, Any]) -> bool:
+    return bool(info.get("Rootless")) or "name=rootless" in _options(info)
+
+
+def _options(info: dict[str, Any]) -> set[str]:
+    return {part for text in info.get("SecurityOptions") or () for part in str(text).split(",")}
+
+
+def _rootless_problem(name: str, host: dict[str, Any], lingers: bool) -> str:
+    """Return why a rootless engine can run no guests; empty if it can."""
+    maps = (host.get("idMappings") or {}).get("uidmap") or ()
+    missing = LIMITED_BY.difference(host.get("cgroupControllers") or ())
+    if name != "Podman":
+        why = "a guest could not write its own directories; use Podman's, or an engine that root runs"
+    elif (0, os.getuid()) not in {(part.get("container_id"), part.get("host_id")) for part in maps}:
+        why = "it is not of this daemon's user, so a guest could not write its own directories"
+    elif host.get("cgroupVersion") != "v2" or host.get("cgroupManager") != "systemd":
+        why = "its containers have limits only by control groups of version 2 and this user's systemd"
+    elif missing:
+        why = f"this user's systemd may not limit {', '.join(sorted(missing))}, so no ceiling would hold"
+    elif not lingers:
+        why = "its guests would end with this user's last login: `sudo loginctl enable-linger $USER`"
+    else:
+        return ""
+    return f"{name} runs rootless: {why} (docs/explanation/isolation.md)"
 
 
 def cdi_devices(info: dict[str, Any]) -> frozenset[str]:
@@ -175,12 +205,14 @@ def cdi_devices(info: dict[str, Any]) -> frozenset[str]:
     return frozenset(str(device.get("ID")) for device in found if device.get("Source") == "cdi")
 
 
-def _devices(uuids: tuple[str, ...], cdi: frozenset[str]) -> list[Any]:
-    """Request GPUs by UUID, never by index; by CDI, NVIDIA's preferred way, if the engine lists them."""
+def _devices(uuids: tuple[str, ...], traits: Traits) -> list[Any]:
+    """Request GPUs by UUID, never by index; by CDI, NVIDIA's preferred way, if the engine lists them or is Podman, which lists
+    none and ignores other requests.
+    """
     if not uuids:
         return []
     names = [CDI_KIND + uuid for uuid in uuids]
-    if cdi.issuperset(names):
+    if traits.name == "Podman" or traits.cdi.issuperset(names):
         return [docker.types.DeviceRequest(driver=CDI, device_ids=names)]
     return [docker.types.DeviceRequest(device_ids=list(uuids), capabilities=[["gpu", "compute", "utility"]])]
 

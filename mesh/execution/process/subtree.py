@@ -12,6 +12,7 @@ import secrets
 import shutil
 import subprocess
 import time
+from collections.abc import Set
 from pathlib import Path
 
 from mesh.execution.process.guest_cgroup import CONTROLLERS, V2_FILES, GuestGroup
@@ -37,7 +38,7 @@ def claim(stop_s: float) -> None:
     if own is None or not _controllers(own):
         return
     if not _is_ours(own):
-        if own.suffix != ".scope" or _needs_linger() or not _ask_for_scope(own, stop_s):
+        if own.suffix != ".scope" or needs_linger() or not _ask_for_scope(own, stop_s):
             return
         own = groups_of(os.getpid())[""]
     _settle(own)
@@ -70,16 +71,23 @@ def remedy(missing: frozenset[str]) -> str:
         return "boot with control groups of version 2 and systemd, and run this node by `mesh install-service`"
     again = "`mesh down && mesh up`"
     if not _is_settled():
-        if _needs_linger():
+        if needs_linger():
             return f"`sudo loginctl enable-linger {_user()}`, then {again}; or `sudo mesh install-service`"
         return f"run this node by `mesh install-service`, or start it from a login: {again}"
     if os.getuid() != 0 and not missing & set(_controllers(own)):
-        names = " ".join(sorted({*_controllers(own), *missing}))
-        return (
-            f"`sudo systemctl edit user@.service` with the lines [Service] and Delegate={names}, then log in again and "
-            f"{again}; or `sudo mesh install-service`"
-        )
+        return f"{delegation({*_controllers(own), *missing})} and {again}; or `sudo mesh install-service`"
     return f"no program but the kernel decides on them: see `cat {own}/cgroup.controllers`"
+
+
+def delegation(controllers: Set[str]) -> str:
+    """Return how users get these controllers."""
+    names = " ".join(sorted(controllers))
+    return f"`sudo systemctl edit user@.service` with the lines [Service] and Delegate={names}, then log in again"
+
+
+def needs_linger() -> bool:
+    """Return whether a scope or service of this user ends with their last login."""
+    return os.getuid() != 0 and not (LINGER / _user()).exists()
 
 
 def _controllers(group: Path) -> tuple[str, ...]:
@@ -112,11 +120,6 @@ def _settle(own: Path) -> None:
 
 def _has_systemd() -> bool:
     return Path("/run/systemd/system").is_dir()  # as sd_booted(3) looks
-
-
-def _needs_linger() -> bool:
-    """Return whether a scope of this user would end with their last login, and the daemon with it."""
-    return os.getuid() != 0 and not (LINGER / _user()).exists()
 
 
 def _user() -> str:
