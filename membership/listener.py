@@ -60,7 +60,6 @@ class Acceptor:
                     log.warning("no connection of another node can be accepted: %s", error.strerror)
                     await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
-            connection.setblocking(False)
             self._take(connection, address_group(str(address[0])))
 
 

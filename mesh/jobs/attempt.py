@@ -134,7 +134,7 @@ class Attempt:
         self.progress: Progress | None = None
         self.note = ""
         self.preparing = ""  # progress of its files and image
-        self.heeds_notice: bool | None = None  # None until known
+        self.heeds_notice: bool | None = True if spec.saves_from_outside else None  # None until known
         self.portions = portions  # of this node's GPUs
         self.held = ""  # why the guest is frozen, whatever its lease allows
         self.reserve_s = 0.0  # part of a notice's grace that is not the guest's
@@ -526,9 +526,7 @@ class Attempt:
         while True:
             await asyncio.sleep(POLL_S)
             looks += 1
-            if self._dumps is not None:
-                self.heeds_notice = True
-            elif not self.heeds_notice and looks % HEEDS_EVERY == 0 and self._guest is not None:
+            if not self.heeds_notice and looks % HEEDS_EVERY == 0 and self._guest is not None:
                 self.heeds_notice = self._watches_notices() or await self._guest.catches_term()
             await self._report_progress()
             if self.spec.checkpointing is not None and self._dumps is None:

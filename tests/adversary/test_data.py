@@ -57,6 +57,13 @@ async def test_private_data_set_is_given_to_readers_and_runners_only(tmp_path: P
                     # Neither the call for checkpoints nor another data set gives out its chunks.
                     for way in ("/v1/chunks/frames", f"/v1/data/{other['id']}/chunks"):
                         assert b"canary" not in await given(actor, way, body)
+            # A node may have another one fetch what that one's user may read.
+            assert not await actors["ada1"].admitted("bob", "POST", f"{path}/fetch")
+            assert await actors["ada1"].call("bob", "POST", f"/v1/data/{other['id']}/fetch") == b"fetching"
+            until(
+                lambda: [r["here"] for r in read(bob, "data", "ls")["data"] if r["id"] == other["id"]] == [True],
+                "its copy",
+            )
             script = 'cat "$MESH_DATA_SECRET/file"; while [ ! -e stop ]; do sleep 0.1; done'
             job = ok(ada, "submit", "--no-workdir", "--data", "secret", "--", "sh", "-c", script).strip()
             host = until(lambda: (s := job_state(ada, job))["state"] == "running" and s["node"], "the job to run")

@@ -119,6 +119,16 @@ def test_saves_are_rarer_only_if_a_notice_leaves_time_to_save(tmp_path: Path) ->
         assert due.interval_s == pytest.approx(max(sqrt(2 * 2.0 * 3600 / lossy), least, LEAST_S), abs=1.0)
 
 
+def test_next_save_is_planned_anew_after_an_upload(tmp_path: Path) -> None:
+    guest, cover = Running(tmp_path), Cover(100.0, 100.0)
+    guest.save_schedule.began(NOW)
+    guest.look(NOW, cover)
+    assert guest.save_schedule.lossy == cover.lossy
+    guest.save_schedule.stored(NOW + 500.0, NOW, 10)
+    guest.look(NOW + 1.0, cover)
+    assert guest.save_schedule.lossy == 1.0, "a notice leaves no time for it"
+
+
 def test_guest_with_an_interval_gets_one_notice_per_due_save(tmp_path: Path) -> None:
     silent, timed = Running(tmp_path / "silent"), Running(tmp_path / "timed", every=5.0)
     for guest in (silent, timed):

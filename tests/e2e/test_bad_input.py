@@ -120,6 +120,7 @@ SHARE = ("--gpu-share", "30", "--vram", "6g")
         (("member", "approve", ""), 4, "no pending join requests match"),
         (("member", "approve", "nobody", "--role", "king"), 2, "king"),
         (("member", "revoke", "", "--yes"), 4, "no node"),
+        (("data", "add", "x", ".", "--reader", "nobody"), 4, "no user nobody"),
         (("up",), 1, "already"),
         (("debug", "devstack", "-n", "0"), 2, "0"),
         (("debug", "demo", "--epochs", "1"), 2, "1"),

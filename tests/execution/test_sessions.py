@@ -126,7 +126,8 @@ async def test_input_arrives_complete_with_end(bench: Bench) -> None:
 
 async def test_slow_reader_blocks_with_bounded_memory(bench: Bench) -> None:
     guest = await going(bench)
-    session = await guest.open_session(Order(("sleep", "1000")))
+    mark = f"7{time.time_ns()}"[-9:]
+    session = await guest.open_session(Order(("sleep", mark)))
     sent = 0
     with pytest.raises(TimeoutError):
         while sent < 16 << 20:
@@ -134,6 +135,7 @@ async def test_slow_reader_blocks_with_bounded_memory(bench: Bench) -> None:
             sent += PIECE_BYTES
     assert sent < 4 << 20
     await session.close()
+    await until_true(lambda: not processes_with(mark))
 
 
 async def test_unread_output_blocks_writer(bench: Bench) -> None:

@@ -13,9 +13,9 @@ from ckptstore.errors import DiskFull
 from membership.identity import Identity
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import FetchError
-from mesh.consensus.effects import Kill, RunUntil, SaveCheckpoint
+from mesh.consensus.effects import Kill, RunUntil, SaveCheckpoint, SaveResult
 from mesh.consensus.effects import Launch as LaunchGuest
-from mesh.consensus.reports import CheckpointFailed, GuestExited, GuestFailed, GuestStarted, RunnerEvent
+from mesh.consensus.reports import CheckpointFailed, GuestExited, GuestFailed, GuestStarted, ResultStored, RunnerEvent
 from mesh.execution.engine import Availability, EngineError, Guest, Launch
 from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.secret_files import SecretFiles
@@ -153,6 +153,43 @@ async def test_attempt_waiting_to_start_stops_at_once(place: Place) -> None:
     assert isinstance(end, GuestFailed) and "while it waited" in end.reason and not place.engine.guests
 
 
+@pytest.mark.parametrize("place", [False], indirect=True)
+async def test_time_for_which_a_guest_is_held_until_its_end_is_no_lost_work(place: Place) -> None:
+    stood = list[tuple[float, float]]()
+    place.attempt._loss.stood_still = lambda since, until: stood.append((since, until))  # type: ignore[method-assign]
+    place.engine.late.set()
+    await place.begin()
+    assert isinstance(await place.next_event(), GuestStarted)
+    place.attempt.hold("its owner is back")
+    place.attempt.perform(Kill("its owner is back"))
+    assert isinstance(await place.next_event(), GuestExited) and len(stood) == 1
+
+
+async def test_unforeseen_error_of_the_last_save_is_reported(tmp_path: Path) -> None:
+    def fails(*roots: object, **more: object) -> None:
+        raise KeyError("x")
+
+    place = Place(tmp_path, LateEngine(waits=False), fails)
+    place.attempt.perform(SaveResult(seq=1, parent=None))
+    stored = await place.next_event()
+    assert stored == ResultStored(None, (), "its files could not be kept: internal error: KeyError('x')")
+    await place.attempt.close()
+    await place.engine.close()
+
+
+async def test_start_that_breaks_off_by_an_unforeseen_error_is_reported(tmp_path: Path) -> None:
+    class Broken(LateEngine):
+        async def start(self, launch: Launch) -> Guest:
+            raise KeyError("x")
+
+    place = Place(tmp_path, Broken(waits=False))
+    place.launch(JobRecord())
+    failed = await place.next_event()
+    assert isinstance(failed, GuestFailed) and failed.elsewhere and failed.reason == "internal error: KeyError('x')"
+    await place.attempt.close()
+    await place.engine.close()
+
+
 @pytest.mark.parametrize(
     ("error", "why"),
     [(DiskFull("the disk is full"), "the disk is full"), (KeyError("x"), "internal error: KeyError('x')")],
@@ -167,7 +204,7 @@ async def test_user_gets_a_report_when_the_last_system_checkpoint_is_not_stored(
     engine.late.set()
     place = Place(tmp_path, engine, fails, checkpointing=Checkpointing(mode="system"))
     await place.begin()
-    assert isinstance(await place.next_event(), GuestStarted)
+    assert isinstance(await place.next_event(), GuestStarted) and place.attempt.heeds_notice
     place.attempt.notify("vacate", 30.0, "its owner is back")
     assert isinstance(await place.next_event(), GuestExited) and list((tmp_path / "attempt" / "dumps").iterdir())
     place.attempt.perform(SaveCheckpoint(seq=2, parent=b"m" * 32, final=True))

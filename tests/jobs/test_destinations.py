@@ -12,7 +12,7 @@ from ckptstore.deadline import plan as plan_uploads
 from mesh.consensus.participant import Participant, Rules
 from mesh.consensus.reports import GuestStarted, VacateWanted
 from mesh.consensus.view import View
-from mesh.jobs.destinations import Guest, assignment
+from mesh.jobs.destinations import Guest, _room, assignment
 from mesh.model.spec import JobSpec, attempt_request
 from placement.advert import WHOLE, Advert, Gpu, Portion
 from placement.queue import Queue, Waiting
@@ -68,6 +68,11 @@ def test_places_promised_or_reserved_are_not_free() -> None:
     kept = msgspec.structs.replace(seen, queue=Queue([urgent], {}, seen.offers, 0))
     places = Counter(d.place for d in assignment([guest(1), guest(2)], kept, even, 60.0).destinations)
     assert places == {A: 1, None: 1}
+
+
+def test_whole_gpu_is_more_room_than_parts_of_several() -> None:
+    parts = tuple(Portion(f"{n}", WHOLE // 2, MIB // 2) for n in range(3))
+    assert _room(lends(A, 1)) > _room(msgspec.structs.replace(lends(A, 0), free_portions=parts))
 
 
 def test_measured_paths_limit_where_a_state_can_go() -> None:

@@ -156,6 +156,8 @@ async def test_promise_is_on_disk_before_it_is_sent(jobs: JobService) -> None:
         sent.append([decode_witness_record(data).promised for (data,) in rows])
 
     jobs._message_sender = MessageSender(deliver)
+    published = list[bytes]()
+    jobs.own_status.publish = published.append  # type: ignore[method-assign]
     promise = Directed(JOB, "witness", Send(B, Cancel(job=JOB, user="ada")))
     saves = [Directed(JOB, "witness", SaveWitnessRecord(record(term))) for term in (1, 2)]
     jobs._journal._thread.submit(goes_on.wait, WAIT_S)
@@ -169,7 +171,7 @@ async def test_promise_is_on_disk_before_it_is_sent(jobs: JobService) -> None:
     async with asyncio.timeout(WAIT_S):
         await performing
         await jobs._message_sender.flush(WAIT_S)
-    assert sent == [[2]]
+    assert sent == [[2]] and published == [JOB]
 
 
 async def test_service_ends_without_a_word_when_it_cannot_save(jobs: JobService) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from membership import discovery
 from membership.addresses import address_text, bound_sockets, parse_seed
-from membership.discovery import advertised_address, lan_addresses, neighbours
+from membership.discovery import advertised_address, lan_addresses, neighbours, without_route
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,11 @@ def test_link_local_temporary_and_container_addresses_are_for_nobody() -> None:
         "10.0.0.9",
         "2001:db8::9",
     ]
+
+
+def test_only_addresses_of_a_family_that_the_machine_lacks_are_without_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "own_addresses", lambda: {"2001:db8::1", "127.0.0.1", "::1", "fe80::1"})
+    assert without_route(["10.9.9.9", "2001:db8::9", "127.0.0.1", "lab3.example.edu"]) == ["10.9.9.9"]
 
 
 @pytest.mark.usefixtures("adapters")

@@ -202,14 +202,25 @@ def test_evidence_about_unknown_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("membership.core.MAX_UNKNOWN", 8)
     ann, bob = CoreNode("ann"), CoreNode("bob")
     meet(ann, bob)
+    ann.effects.clear()
     for number in range(1, 20):
         stranger = Identity(bytes([number]) * 32)
         word = MeshSealer(stranger, ann.core.trust.mesh_id).seal(
             "member", encode(Alive(stranger.node_id, 1, 0, "h", 7373, False, 1))
         )
         packet = Rumours(number, bytes(8), (("member", word),))
-        ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+        ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", number))
     assert ann.core.counters["unknown_author"] == 19 and len(ann.core._unknown) == 8
+    assert len(ann.asked_for(WantReconcile)) == 1
+
+
+def test_sender_without_an_address_is_not_asked_about_unknown_nodes() -> None:
+    ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
+    ann.core.trust.admit_chain(PEOPLE["bob"][1], NOW)
+    word = cyd.core._seal_evidence(Alive(cyd.identity.node_id, 1, 0, "cyd", 7373, False, 1))
+    packet = Rumours(5, bytes(8), (("member", word),))
+    assert ann.core.on_stream_packet(bob.core.seal_packet(ann.identity.node_id, packet), "bob") == []
+    assert ann.core.counters["unknown_author"] == 1 and not ann.asked_for(WantReconcile)
 
 
 def test_section_that_expires_before_its_earlier_version_is_extended() -> None:

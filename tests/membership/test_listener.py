@@ -63,6 +63,13 @@ async def test_first_byte_decides_and_stays_unread(port: Port) -> None:
     assert port.tls == [(TLS_HELLO, LOOPBACK)]
     assert await port.say(b"GET / HTTP/1.1") == b""
     assert port.counters["refused_unsigned"] == 1
+    await until(lambda: not port.listener._unsorted, "their places to be free")
+
+
+async def test_closed_port_takes_no_connection(port: Port) -> None:
+    await port.listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((LOOPBACK, port.number))
 
 
 async def test_silent_connections_of_one_host_end_and_keep_nobody_out(port: Port) -> None:

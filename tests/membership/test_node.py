@@ -19,6 +19,7 @@ from membership.envelope import seal, seal_to
 from membership.identity import Identity
 from membership.node import MAX_RECONCILES, MembershipNode, PortInUse, SystemClock
 from membership.reconcile import ReachMe, encode_frame
+from membership.snapshot import SnapshotFile
 from membership.trust import (
     TrustError,
     TrustStore,
@@ -268,6 +269,14 @@ async def test_port_in_use_is_an_error_with_advice(mesh: Mesh) -> None:
     with pytest.raises(PortInUse, match="--port"):
         await second.start()
     await second.stop()
+
+
+async def test_node_that_leaves_soon_remembers_the_addresses_of_others(mesh: Mesh) -> None:
+    await mesh.start(2)
+    first, second = mesh.nodes
+    await second.leave()
+    peers = SnapshotFile(mesh.directory / "n1" / "snapshot.json").read().peers
+    assert [(peer.node, peer.port) for peer in peers] == [(first.identity.node_id, first.port)]
 
 
 async def test_damaged_snapshot_is_moved_aside(mesh: Mesh, tmp_path: Path) -> None:

@@ -87,6 +87,17 @@ def test_silent_peer_is_probed_indirectly_then_suspected_then_dead() -> None:
     assert not swim.is_unreachable(PEER)
 
 
+def test_new_member_is_probed_in_the_round_that_goes_on() -> None:
+    swim, probed = core(*(bytes([n]) * 32 for n in range(10, 20))), []
+    for now in range(1, 12):
+        if now == 2:
+            swim.on_evidence(PEER, alive(PEER), sealed(alive(PEER)), 1.5)
+        (ping,) = packets(fire(swim, "probe", float(now)), Ping)
+        swim.on_packet(ping.to, Ack(now, b"root", (), ping.packet.nonce), [], now + 0.1)
+        probed.append(ping.to)
+    assert PEER in probed and len(set(probed)) == len(probed)
+
+
 def test_ack_in_time_keeps_the_peer_alive() -> None:
     swim = core(PEER)
     (ping,) = packets(fire(swim, "probe", 1.0), Ping)

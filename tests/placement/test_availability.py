@@ -129,3 +129,4 @@ def test_greenwood_interval_matches_formula() -> None:
         (0.188, 0.680), abs=0.001
     )
     assert greenwood([(1.0, True), (2.0, True)])[-1] == (2.0, 0.0, 0.0)
+    assert greenwood([(1.0, False), (2.0, True)])[1] == (1.0, 1.0, 1.0), "nothing has ended yet"

@@ -241,6 +241,7 @@ def test_states_leave_by_value_per_second() -> None:
     assert at[1] == pytest.approx(20.0) and at[2] == pytest.approx(40.0)
     chances = [destination.chance for destination in found.destinations]
     assert chances[1] > chances[2] > 0.5 > chances[0]
+    assert plan([leaving(3), jobs[0]], adverts, 1.0).order == (1, 0), "a state that goes nowhere is last"
 
 
 @given(

@@ -187,6 +187,16 @@ async def test_fetch_without_holders_reports_reason(manner: str, world: World, i
 
 
 @pytest.mark.parametrize("world", [True], indirect=True)
+async def test_body_that_ends_inside_a_chunk_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "IDLE_S", 3600.0)
+    saved = world.checkpoint()
+    replicator = await world.replicator(other="ends inside a chunk")
+    with pytest.raises(FetchError, match="chunks could not be fetched"):
+        async with asyncio.timeout(60):
+            await replicator.fetch(saved.id, [OTHER])
+
+
+@pytest.mark.parametrize("world", [True], indirect=True)
 async def test_holder_waits_for_a_slow_disk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies: list[DirectBody] = []
     disk, take = threading.Event(), Receiver.take

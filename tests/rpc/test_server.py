@@ -262,6 +262,7 @@ async def test_connections_of_one_member_are_bounded(world: World, monkeypatch: 
         world.release.set()
         done = await asyncio.gather(*calls, return_exceptions=True)
     assert sum(isinstance(one, PeerError) for one in done) == 10
+    await until(lambda: not world.server._of_peer)
 
 
 async def test_connections_leave_files_for_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
