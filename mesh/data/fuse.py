@@ -1,4 +1,4 @@
-"""The kernel's FUSE protocol, as far as a file system needs it that never changes. No I/O but that of `mounted` and `unmounted`.
+"""The kernel's FUSE protocol, as far as a file system needs it that never changes. No I/O but that of mounts.
 
 Messages are those of linux/fuse.h, version 7.31 or later (Linux 5.4). Files need no OPEN: the kernel is told so once, and then
 keeps what it has read. Nothing here writes, and the mount is read-only besides.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ckptstore.errors import StoreError
 from mesh.data import fuse
 from mesh.data.fetcher import DataFetcher, Tell
 from mesh.data.holdings import Holdings
@@ -199,7 +200,7 @@ class Stream:
                     try:
                         await whole
                         break
-                    except FetchFailed as error:
+                    except (FetchFailed, StoreError, OSError) as error:
                         self._waits(str(error))
                     await asyncio.sleep(AGAIN_S)
                     whole = self._fetch_all()
@@ -253,7 +254,7 @@ class Stream:
             self._why = ""
             for identity in wanted:
                 self._say(identity)
-        except FetchFailed as error:
+        except (FetchFailed, StoreError, OSError) as error:
             self._waits(str(error))
             await asyncio.sleep(AGAIN_S)
             self._wanted = {
