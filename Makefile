@@ -107,7 +107,7 @@ bench-slurm: venv
 bench-ckptstore: venv frameworks
 	$(PYTHON) tests/bench/ckptstore.py $(BENCH_ARGS)
 
-# Compares with rsync, restic, zstd and aria2 (Debian) where they are installed. Three minutes; issue-sized: `BENCH_ARGS="--gib 10 --files 100000"`.
+# Compares with rsync, restic, zstd and aria2 (Debian) where they are installed; streaming needs root. Five minutes; issue-sized: `BENCH_ARGS="--gib 10 --files 100000"`.
 bench-data: venv
 	$(PYTHON) tests/bench/data.py $(BENCH_ARGS)
 

@@ -12,6 +12,7 @@ import msgspec
 
 FIRST_BYTES = 8 << 20  # first request to a source (own choice)
 LONGEST_S = 1.0  # longest request, so that rates are measured and slow sources noticed (own choice)
+AWAITED_BYTES, AWAITED_S = 4 << 20, 0.25  # instead, of chunks that are awaited (own choice)
 SHARE = 0.5  # share of the remaining bytes requested at once, over all sources (own choice)
 LEARN = 0.5  # weight of the last request in a source's rate (own choice)
 SOONER = 0.8  # a second source is asked if it needs less than this share of the slow one's remaining time (own choice)
@@ -46,9 +47,13 @@ class _Open(msgspec.Struct):
 
 
 class Fetch:
-    """Fetches the chunks of `missing`, given with their lengths."""
+    """Fetches the chunks of `missing`, given with their lengths.
 
-    def __init__(self, missing: Mapping[bytes, int], sources: Sequence[bytes]) -> None:
+    `awaited`: somebody uses them as they come, so requests are short: chunks are there once their request has ended.
+    """
+
+    def __init__(self, missing: Mapping[bytes, int], sources: Sequence[bytes], awaited: bool = False) -> None:
+        self._first_bytes, self._longest_s = (AWAITED_BYTES, AWAITED_S) if awaited else (FIRST_BYTES, LONGEST_S)
         self._sizes = dict(missing)
         self._queue = list(missing)
         self._left = set(missing)
@@ -77,6 +82,10 @@ class Fetch:
         if short:
             return self._drop(source, short, "did not send all requested chunks", now)
         return self._assign(now)
+
+    def came(self, ids: Iterable[bytes]) -> None:
+        """Chunks have come by another way: they are not requested any more."""
+        self._left -= set(ids)
 
     def failed(self, source: bytes, reason: str, now: float) -> list[Action]:
         request = self._open.pop(source, None)
@@ -117,10 +126,10 @@ class Fetch:
         """Take from the queue what the source can send while the others send theirs, at least one chunk."""
         rate, left = self._rates.get(source), sum(self._sizes[identity] for identity in self._queue)
         if rate is None:
-            budget = min(FIRST_BYTES, SHARE * left / len(self._sources))
+            budget = min(self._first_bytes, SHARE * left / len(self._sources))
         else:
             together = sum(self._rates.get(other, rate) for other in self._sources)
-            budget = min(rate * LONGEST_S, SHARE * left * rate / together)
+            budget = min(rate * self._longest_s, SHARE * left * rate / together)
         count, size = 1, self._sizes[self._queue[0]]
         while count < len(self._queue) and size + self._sizes[self._queue[count]] <= budget:
             size += self._sizes[self._queue[count]]

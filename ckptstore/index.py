@@ -17,7 +17,26 @@ WHERE chunks.base IS NOT NULL AND (excluded.base IS NULL OR NOT EXISTS
 """  # Of two copies keep the one that is not a delta, so that a base never becomes a delta, else the readable one.
 
 
-class Index:
+class IndexReader:
+    """The index of a store that another process has open. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def find(self, identity: bytes) -> Location | None:
+        with self._lock:
+            row = self._connection.execute(
+                "SELECT pack, offset, length, base FROM chunks WHERE id = ?", [identity]
+            ).fetchone()
+        return Location(*row) if row is not None else None
+
+
+class Index(IndexReader):
     """Thread-safe. `damaged` names packs whose scan failed when the index was last built."""
 
     def __init__(self, path: Path, packs: Path) -> None:
@@ -34,17 +53,6 @@ class Index:
             current = False
         if not current:
             self._rebuild()
-
-    def close(self) -> None:
-        with self._lock:
-            self._connection.close()
-
-    def find(self, identity: bytes) -> Location | None:
-        with self._lock:
-            row = self._connection.execute(
-                "SELECT pack, offset, length, base FROM chunks WHERE id = ?", [identity]
-            ).fetchone()
-        return Location(*row) if row is not None else None
 
     def missing(self, ids: Iterable[bytes]) -> list[bytes]:
         """Return those that cannot be read here, because they or their base are missing."""

@@ -15,7 +15,7 @@ from ckptstore.buffers import allocate, keep_freed_memory
 from ckptstore.cipher import StateCipher
 from ckptstore.encoding import Bytes
 from ckptstore.errors import CorruptChunk, DiskFull, MissingChunks, QuotaExceeded, ReadOnlyStore
-from ckptstore.index import Index
+from ckptstore.index import Index, IndexReader
 from ckptstore.pack import (
     HEADER_BYTES,
     Location,
@@ -30,30 +30,13 @@ from ckptstore.pack import (
 )
 
 
-class ObjectStore:
-    """Thread-safe; all methods block. `quota_bytes` limits all packs, `foreign_quota_bytes` those of other users' jobs."""
+class ObjectReader:
+    """Reads chunks, also while another process writes the store. Thread-safe; all methods block."""
 
     verify_command = "mesh ckpt verify"
 
-    def __init__(self, root: Path, *, quota_bytes: int | None, foreign_quota_bytes: int | None) -> None:
-        keep_freed_memory()
-        self.root = root
-        self.quota_bytes, self.foreign_quota_bytes = quota_bytes, foreign_quota_bytes
-        self.packs, self.tmp, self.quarantine = root / "packs", root / "tmp", root / "quarantine"
-        self.lock = threading.Lock()
-        with self.disk_errors():
-            for directory in (self.packs, self.tmp, self.quarantine):
-                directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self.tmp.iterdir():
-                leftover.unlink()
-            self.index = Index(root / "index.sqlite", self.packs)
-            for path in self.index.damaged:
-                self.salvage(path)
-
-    def close(self) -> None:
-        self.index.close()
-
-    # --- reading
+    def __init__(self, packs: Path, index: IndexReader) -> None:
+        self.packs, self.index = packs, index
 
     def chunk(self, identity: bytes, cipher: StateCipher | None = None) -> Bytes:
         """Return a chunk, verified. Raises CorruptChunk, MissingChunks or MissingKey."""
@@ -90,6 +73,30 @@ class ObjectStore:
                 if where == before:
                     raise MissingChunks("a pack is missing in this store", [identity]) from error
         raise MissingChunks("a chunk is not in this store", [identity])
+
+
+class ObjectStore(ObjectReader):
+    """Thread-safe; all methods block. `quota_bytes` limits all packs, `foreign_quota_bytes` those of other users' jobs."""
+
+    index: Index
+
+    def __init__(self, root: Path, *, quota_bytes: int | None, foreign_quota_bytes: int | None) -> None:
+        keep_freed_memory()
+        self.root = root
+        self.quota_bytes, self.foreign_quota_bytes = quota_bytes, foreign_quota_bytes
+        packs, self.tmp, self.quarantine = root / "packs", root / "tmp", root / "quarantine"
+        self.lock = threading.Lock()
+        with self.disk_errors():
+            for directory in (packs, self.tmp, self.quarantine):
+                directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self.tmp.iterdir():
+                leftover.unlink()
+            super().__init__(packs, Index(root / "index.sqlite", packs))
+            for path in self.index.damaged:
+                self.salvage(path)
+
+    def close(self) -> None:
+        self.index.close()
 
     # --- exchange with peers
 

@@ -69,6 +69,7 @@ class Facts(msgspec.Struct, frozen=True):
     status: dict[str, Any] | None = None
     network: dict[str, Any] | None = None
     ports: tuple[Port, ...] = ()
+    streaming: str = ""  # whether jobs may read data sets while they are fetched
     left: str = ""  # what a killed daemon has left, if none runs
     addresses: tuple[str, ...] = ()  # of real networks, which others can use
     own: frozenset[str] = frozenset()  # every address of this machine
@@ -135,6 +136,7 @@ def examine(where: Layout, get: Any) -> Facts:
         status=status,
         network=network,
         ports=tuple(ports),
+        streaming=_streaming(status["pid"]) if status is not None else "",
         left=_left(where) if status is None else "",
         addresses=tuple(lan_addresses()),
         own=frozenset(own_addresses()),
@@ -143,6 +145,15 @@ def examine(where: Layout, get: Any) -> Facts:
         free_bytes=_free(where),
         limits_disk=settings.max_disk_mib_s is not None,
     )
+
+
+def _streaming(daemon: int) -> str:
+    from mesh.data import streams
+
+    if problem := streams.problem(daemon):
+        return f"come whole before a job starts: {problem}"
+    contained = "" if streams.seen_by_engine(daemon) else ", but not in containers: the engine does not see its mounts"
+    return f"of {streams.LEAST_BYTES >> 20} MiB or more can be read while they come{contained}"
 
 
 def _left(where: Layout) -> str:
@@ -299,6 +310,8 @@ def _findings(facts: Facts) -> Iterator[Finding]:
         for name in engines:
             if name == "docker" and engines[name]["ok"]:
                 yield ok("system checkpoints", system_text(engines[name]["system"]))  # no node must offer them
+    if facts.streaming:
+        yield ok("data sets", facts.streaming)
     yield from _edge(facts)
 
 

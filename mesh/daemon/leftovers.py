@@ -1,4 +1,4 @@
-"""Leftovers of a daemon that was killed: containers, their networks and rules, the network edge.
+"""Leftovers of a daemon that was killed: containers, their networks and rules, the network edge, mounted data sets.
 
 The next start removes it. Where none is to come, `mesh down` does, and `mesh doctor` tells of it.
 """
@@ -14,6 +14,7 @@ import msgspec
 
 from membership.identity import Identity, IdentityError, format_id, parse_id
 from mesh.daemon.layout import Layout
+from mesh.data import fuse, streams
 from mesh.execution.docker.sweep import sweep_containers, sweep_networks
 from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.secret_files import SecretFiles
@@ -28,13 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class Leftovers(msgspec.Struct, frozen=True):
-    """`rules`: chains of the host's firewall. `edge`: where the switch of the network edge is. `secrets`: directories."""
+    """`rules`: chains of the host's firewall. `edge`: where the switch of the network edge is. The last two are directories."""
 
     containers: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     edge: str = ""
     secrets: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -45,6 +47,7 @@ class Leftovers(msgspec.Struct, frozen=True):
             _several(len(self.rules), "chain") + " of firewall rules" if self.rules else "",
             f"the network edge ({self.edge})" if self.edge else "",
             "secrets of jobs in memory" if self.secrets else "",
+            _several(len(self.mounts), "mounted data set"),
         ]
         return ", ".join(filter(None, parts))
 
@@ -68,6 +71,7 @@ def find(where: Layout) -> Leftovers:
         tuple(sorted(rules)),
         str(where.edge) if left_at(where.edge) else "",
         tuple(map(str, SecretFiles(parse_id(node)).left())) if node else (),
+        tuple(map(str, fuse.mounts_below(where.data / streams.PLACE))),
     )
 
 
@@ -87,6 +91,7 @@ def remove(where: Layout) -> tuple[Leftovers, Leftovers]:
                     sweep_networks(client, node)
             Firewall(Policy(), tag_of(node)).sweep()
             SecretFiles(parse_id(node)).clear()
+        streams.sweep(where.data / streams.PLACE)
         if before.edge:
             Edge(where.edge, wanted=False).open()
         return before, find(where)

@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from ckptstore.dataset import Link, fresh, links_of
 from ckptstore.errors import BadManifest, CorruptChunk
@@ -27,6 +30,7 @@ ROUNDS, RETRY_S = (
 NODES, CHUNKS = 64, 2048  # pages opened, and chunks fetched, at a time: 8 GiB (own choice)
 FETCHES = 2  # data sets at a time; more wait (own choice)
 TELL_S = 0.5
+COMING_S = 1.0  # for which a chunk on its way is awaited, and other fetches give way to an awaited one (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +39,11 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Progress:
-    """The progress of a fetch: a text, and the bytes that have arrived."""
+    """The progress of a fetch: a text, the bytes that have arrived, and whether there is room for all of it."""
 
     words: str = "waits until other data sets have come"
     came: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class DataFetcher:
@@ -57,6 +62,11 @@ class DataFetcher:
         self._blame, self._arrived = blame, arrived
         self._fetches: dict[bytes, tuple[SharedTask, Progress]] = {}
         self._turn = asyncio.Semaphore(FETCHES)
+        self.streamed = Counter[bytes]()  # data sets that are read as they come
+        self._plans: dict[bytes, Fetch] = {}
+        self._urgent, self._calm = 0, asyncio.Event()  # fetches at once; set while there are none
+        self._calm.set()
+        self._coming: dict[bytes, asyncio.Future[None]] = {}  # chunks on their way: done once they are here, or are not
 
     async def close(self) -> None:
         await asyncio.gather(*(shared.end() for shared, _ in list(self._fetches.values())))
@@ -84,9 +94,47 @@ class DataFetcher:
         found = self._fetches.get(identity)
         return found[1].words if found is not None and not found[0].task.done() else ""
 
+    async def begun(self, identity: bytes) -> None:
+        """Wait until there is room for a data set whose fetch is under way."""
+        await self._fetches[identity][1].begun.wait()
+
+    async def at_once(self, identity: bytes, job: bytes | None, wanted: Mapping[bytes, int]) -> int:
+        """Fetch some chunks, given with their lengths, before all others; return the bytes that came. FetchFailed.
+
+        What is on its way is not requested a second time.
+        """
+        coming = {one: self._coming[one] for one in wanted if one in self._coming}
+        with self._holdings.store.working():
+            fresh = {one: length for one, length in wanted.items() if one not in coming}
+            begun = asyncio.ensure_future(self._at_once(identity, job, fresh))
+            try:
+                if coming:
+                    await asyncio.wait(coming.values(), timeout=COMING_S)
+                return await self._at_once(identity, job, {one: wanted[one] for one in coming}) + await begun
+            finally:
+                begun.cancel()
+                await asyncio.gather(begun, return_exceptions=True)
+
+    async def _at_once(self, identity: bytes, job: bytes | None, wanted: Mapping[bytes, int]) -> int:
+        missing = await asyncio.to_thread(self._holdings.store.missing, list(wanted))
+        some = {one: wanted[one] for one in missing}
+        if some:
+            self._urgent += 1
+            self._calm.clear()
+            try:
+                await self._get(identity, job, some, {}, lambda got: None, urgent=True)
+            finally:
+                self._urgent -= 1
+                if not self._urgent:
+                    self._calm.set()
+            if (plan := self._plans.get(identity)) is not None:
+                plan.came(some)
+        return sum(some.values())
+
     async def _fetch(self, progress: Progress, identity: bytes, manifest: DataManifest, job: bytes | None) -> None:
         async with self._turn:
             await self._space.make_room(manifest.chunk_bytes, manifest.full_name)
+            progress.begun.set()
             sealed = self._directory.sealed(identity)
             assert sealed is not None
             failed: dict[NodeId, str] = {}
@@ -120,7 +168,7 @@ class DataFetcher:
         job: bytes | None,
         failed: dict[NodeId, str],
     ) -> None:
-        """Walk the tree and fetch what is missing, pages first."""
+        """Walk the tree and fetch what is missing in the order of its files, pages first."""
         assert manifest.root is not None
         stack, wanted, seen = [(manifest.root, True)], dict[bytes, int](), {manifest.root}
         passed, before, total = 0, progress.came, max(1, manifest.chunk_bytes)
@@ -144,10 +192,10 @@ class DataFetcher:
 
         while stack or wanted:
             if stack and len(wanted) < CHUNKS:
-                nodes, stack = stack[-NODES:], stack[:-NODES]
+                nodes, stack = stack[:NODES], stack[NODES:]
                 await have({link.id: link.length for link, _ in nodes})
                 links, chunks = await asyncio.to_thread(self._opened_links, nodes, seen)
-                stack += links
+                stack = links + stack
                 wanted |= chunks
             else:
                 batch, wanted = wanted, {}
@@ -174,14 +222,20 @@ class DataFetcher:
         missing: Mapping[bytes, int],
         failed: dict[NodeId, str],
         tell: Callable[[int], None],
+        urgent: bool = False,
     ) -> None:
         """Fetch some chunks from several holders at once; FetchFailed if they do not have them all."""
-        holders = [node for node in self._directory.holders(identity) if node not in failed][:SOURCES]
+        holders = [node for node in self._directory.holders(identity) if node not in failed]
+        random.shuffle(holders)  # small fetches ask the first ones alone
+        holders = holders[:SOURCES]
         if not holders:
             why = "; ".join(dict.fromkeys(failed.values())) or "no node that is there has it whole"
             raise FetchFailed(f"{self._directory.known[identity].full_name}: {why}")
 
         async def pull(request: Request) -> Pulled:
+            if not urgent:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._calm.wait(), COMING_S)
             return await self._pull(identity, job, request)
 
         def fault(source: NodeId, error: BaseException) -> str | None:
@@ -192,11 +246,32 @@ class DataFetcher:
             failed[source] = str(error) or "no answer in time"
             return failed[source]
 
-        problem = await fetched_chunks(Fetch(missing, holders), pull, fault, tell)
+        plan = Fetch(missing, holders, awaited=urgent or self.streamed[identity] > 0)
+        if not urgent:
+            self._plans[identity] = plan
+        try:
+            problem = await fetched_chunks(plan, pull, fault, tell)
+        finally:
+            if not urgent:
+                del self._plans[identity]
         if problem:
             raise FetchFailed(problem)
 
     async def _pull(self, identity: bytes, job: bytes | None, request: Request) -> Pulled:
         receiver = await asyncio.to_thread(self._holdings.store.receive, max_stream_bytes(request.ids))
         path = f"/v1/data/{identity.hex()}/chunks" + (f"?job={job.hex()}" if job is not None else "")
-        return await pulled(self._peers, request, path, encode_chunk_request(ChunkRequest(request.ids)), receiver)
+        coming = asyncio.get_running_loop().create_future()
+        self._coming |= dict.fromkeys(request.ids, coming)
+
+        def over(_: object = None) -> None:
+            self._coming = {one: other for one, other in self._coming.items() if other is not coming}
+            coming.set_result(None)
+
+        try:
+            body = encode_chunk_request(ChunkRequest(request.ids))
+            arrived, finish = await pulled(self._peers, request, path, body, receiver)
+        except BaseException:
+            over()
+            raise
+        finish.add_done_callback(over)
+        return arrived, finish

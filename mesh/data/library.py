@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckptstore.dataset import Link
 from ckptstore.errors import StoreError
@@ -35,6 +35,8 @@ from mesh.data.manifest import (
     encode_manifest,
 )
 from mesh.data.space import Space
+from mesh.data.streams import LEAST_BYTES, Guest, MountFailed, Stream, Streams
+from mesh.data.streams import problem as streaming_problem
 from mesh.model.spec import DataNeed
 from mesh.rpc.client import PeerClient
 from mesh.util.byte_text import amount, part
@@ -76,6 +78,15 @@ class Work:
         return str(error) or type(error).__name__ if error is not None else ""
 
 
+class Brought(NamedTuple):
+    """A data set's files for a guest, in a directory. `stream`: if it is still being fetched."""
+
+    need: DataNeed
+    path: Path
+    guest: Guest
+    stream: Stream | None = None
+
+
 class DataLibrary:
     """The data sets of one node.
 
@@ -102,6 +113,7 @@ class DataLibrary:
         self.holdings = Holdings(root, quota_bytes, self.directory)
         self.space = Space(identity.node_id, self.holdings, self.directory, peers, keep_s, self._announce)
         self.fetcher = DataFetcher(self.holdings, self.directory, self.space, peers, blame, self._arrived)
+        self.streams = Streams(self.holdings, self.fetcher)
         self.works: dict[tuple[str, str], Work] = {}
         self._adding, self._making = asyncio.Semaphore(1), asyncio.Lock()
         self._announced, self._announced_at = b"", 0.0
@@ -111,6 +123,7 @@ class DataLibrary:
     async def open(self) -> None:
         """Open the store, and know again what is in it."""
         await self.holdings.open()
+        await self.streams.open()
         self._announce()
 
     async def run(self) -> None:
@@ -128,6 +141,7 @@ class DataLibrary:
             work.stopped = True
             work.task.cancel()
         await asyncio.gather(*(work.task for work in self.works.values()), return_exceptions=True)
+        await self.streams.close()
         await self.fetcher.close()
         await self.holdings.close()
 
@@ -316,23 +330,31 @@ class DataLibrary:
 
     # --- for guests
 
-    async def bring(self, need: DataNeed, job: bytes, tell: Tell = lambda words: None) -> Path:
-        """Return a directory with a data set's files on this node, after fetching them if needed. FetchFailed.
+    async def bring(self, need: DataNeed, user_key: bytes, guest: Guest, tell: Tell, may_stream: bool) -> Brought:
+        """Return a data set's files for a guest of a user, until `release`. FetchFailed.
 
-        It stays until `release` is called as often as this.
+        A large one that is not here is streamed if the guest may take it so and this machine can; else it is fetched first.
         """
         own = self.paths.get(need.name)
         if own is not None:
             if not await asyncio.to_thread(Path(own).is_dir):
                 raise FetchFailed(f"this node's owner offers {need.name} at a path that is no directory")
-            return Path(own)
+            return Brought(need, Path(own), guest)
         if not need.manifest:
             raise FetchFailed(f"this node does not offer data set {need.name}")
         self.holdings.used[need.manifest] += 1
         try:
             manifest = await self.directory.manifest(need.manifest)
+            if not manifest.may_read(user_key):
+                raise FetchFailed(f"data set {manifest.full_name} is not for this job's user")
             if not self.holdings.is_here(need.manifest):
-                await self.fetcher.fetch(need.manifest, manifest, job, tell)
+                if may_stream and manifest.chunk_bytes >= LEAST_BYTES and not streaming_problem():
+                    try:
+                        stream = await self.streams.join(need.manifest, manifest, guest, tell)
+                        return Brought(need, stream.path, guest, stream)
+                    except MountFailed as error:
+                        guest.note(f"{error}: it is fetched first")
+                await self.fetcher.fetch(need.manifest, manifest, guest.job, tell)
             assert manifest.root is not None
             root, size = manifest.root, manifest.size
             if not self.holdings.store.tree(need.manifest).exists():
@@ -354,17 +376,19 @@ class DataLibrary:
                         await asyncio.wait([asyncio.shield(making)], timeout=TELL_S)
                     making.result()
             self.holdings.touch(need.manifest)
-            return self.holdings.store.tree(need.manifest)
+            return Brought(need, self.holdings.store.tree(need.manifest), guest)
         except BaseException as error:
             self.holdings.used[need.manifest] -= 1
             if isinstance(error, StoreError | DataError | OSError):
                 raise FetchFailed(f"data set {need.name}: {error}") from error
             raise
 
-    def release(self, need: DataNeed) -> None:
+    async def release(self, brought: Brought) -> None:
         """A guest that `bring` served is gone."""
-        if need.manifest and need.name not in self.paths:
-            self.holdings.used[need.manifest] -= 1
+        if brought.stream is not None:
+            await self.streams.leave(brought.stream, brought.guest)
+        if brought.need.manifest and brought.need.name not in self.paths:
+            self.holdings.used[brought.need.manifest] -= 1
 
 
 async def _finished(doing: Awaitable[T]) -> T:

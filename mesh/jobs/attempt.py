@@ -43,7 +43,10 @@ from mesh.consensus.reports import (
     ResultStored,
     RunnerEvent,
 )
+from mesh.data.library import Brought
 from mesh.data.manifest import FetchFailed
+from mesh.data.streams import Guest as DataGuest
+from mesh.data.streams import seen_by_engine
 from mesh.execution.control_files import put_file, read_file
 from mesh.execution.engine import BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch
@@ -63,6 +66,7 @@ from mesh.util.task_set import TaskSet
 from placement.advert import Portion
 from placement.allocation import gpu_percent
 
+STREAM_S = 1.0  # for a killed guest to end before reads of streamed data sets are failed (own choice)
 DATA_NOTED_S = 1.0  # a data set that is ready sooner needs no event (own choice)
 POLL_S = 0.25  # between looks at the checkpoint directory and the progress file (own choice)
 TORN_RETRIES = 5
@@ -79,9 +83,11 @@ HaveImage = Callable[[str, bytes | None, Callable[[str], None]], Awaitable[str]]
 class HaveData(Protocol):
     """Brings data sets to this node (`DataLibrary`)."""
 
-    async def bring(self, need: DataNeed, job: bytes, tell: Callable[[str], None]) -> Path: ...
+    async def bring(
+        self, need: DataNeed, user_key: bytes, guest: DataGuest, tell: Callable[[str], None], may_stream: bool
+    ) -> Brought: ...
 
-    def release(self, need: DataNeed) -> None: ...
+    async def release(self, brought: Brought) -> None: ...
 
 
 class Abandoned(Exception):
@@ -160,7 +166,7 @@ class Attempt:
         self.began_unix_ms = 0  # start of the guest
         self._have_image, self._disk_limit, self._data = have_image, disk_limit, data
         self._fetching: asyncio.Future[Any] | None = None
-        self._brought: list[tuple[DataNeed, Path]] = []
+        self._brought: list[Brought] = []
         self._notices, self._noticing = 0, asyncio.Lock()
         self._proxy: Proxy | None = None
         if spec.network:
@@ -254,7 +260,12 @@ class Attempt:
         """SIGKILL all processes of the guest; return when none is left."""
         if self._guest is not None:
             self.mark("killed")
-            await self._guest.kill()
+            killing = asyncio.ensure_future(self._guest.kill())
+            await asyncio.wait([killing], timeout=STREAM_S)
+            for brought in self._brought if not killing.done() else ():
+                if brought.stream is not None:
+                    brought.stream.abort()
+            await killing
 
     async def close(self) -> None:
         """Remove everything of the attempt: processes and directories."""
@@ -265,7 +276,7 @@ class Attempt:
         await self._secrets.close()
         await self._close_proxy()
         while self._brought and self._data is not None:
-            self._data.release(self._brought.pop()[0])
+            await self._data.release(self._brought.pop())
         if self._environment.name:
             self._environments.release(self._environment)
         await asyncio.to_thread(trees.remove, self.base)
@@ -336,7 +347,7 @@ class Attempt:
             until=self._may_run_until,
             wanted=lambda: not self._unwanted,
             say=self._note,
-            data=tuple(Shown(str(path), need.inside, need.variable) for need, path in self._brought),
+            data=tuple(Shown(str(each.path), each.need.inside, each.need.variable) for each in self._brought),
             proxy=None if self._proxy is None else self._proxy.listen,
         )
         if self._unwanted:
@@ -365,7 +376,9 @@ class Attempt:
             await self.kill_guest()
 
     async def _bring_data(self) -> None:
-        """Bring the job's data sets to this node. FetchFailed, Abandoned."""
+        """Bring the job's data sets to this node, or begin to: those that are streamed. FetchFailed, Abandoned."""
+        guest = DataGuest(self.job, lambda words: self._note(words, "data"))
+        may_stream = self._dumps is None and (not self.engine.own_root or seen_by_engine())
         for need in self.spec.data if self._data is not None else ():
             begun = time.monotonic()
 
@@ -377,8 +390,9 @@ class Attempt:
             if self._unwanted:
                 raise Abandoned("it was stopped before it began")
             assert self._data is not None
-            self._brought.append((need, await self._fetched(self._data.bring(need, self.job, tell), "data")))
-            if self.preparing:
+            bringing = self._data.bring(need, self.spec.user_key, guest, tell, may_stream)
+            self._brought.append(await self._fetched(bringing, "data"))
+            if self.preparing and self._brought[-1].stream is None:
                 self._note(f"data set {need.name} was ready in {time.monotonic() - begun:.1f} s", "prepared")
             self.preparing = ""
 
@@ -513,7 +527,10 @@ class Attempt:
         done = (self.base / "ckpt" / DONE_MARKER).exists()
         if self.progress is not None:
             await self._report(Progressed(self.progress.step))
+        streams = (brought.stream.failed for brought in self._brought if brought.stream is not None)
         fault = end.fault or ("its node's disk is full" if end.code and self._disk_is_full() else "")
+        if end.code and not fault:
+            fault = next(filter(None, streams), "")
         if end.detail:
             self._note(end.detail, "ended")
         await self._report(GuestExited(code=end.code, oom=end.oom, forced_done=done, fault=fault))

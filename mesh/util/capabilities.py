@@ -20,9 +20,9 @@ def keep() -> None:
     _libc.prctl(PR_CAP_AMBIENT, CLEAR_ALL, 0, 0, 0)
 
 
-def has(capability: int) -> bool:
-    """Tell whether this process may use a capability."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
+def has(capability: int, process: int | str = "self") -> bool:
+    """Tell whether a process may use a capability. OSError: it has ended."""
+    line = next(line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("CapEff:"))
     return bool(int(line.split()[1], 16) >> capability & 1)
 
 

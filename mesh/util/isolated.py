@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def isolated(package: str, module: str, run: str = "") -> list[str]:
-    """Return the command that runs `main` of a module, or `run`, in an interpreter without site-packages."""
+def isolated(package: str, module: str, run: str = "", packages: bool = False) -> list[str]:
+    """Return the command that runs `main` of a module, or `run`, in a bare interpreter. `packages`: with site-packages."""
     load = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {package} import {module}; "
-    return [sys.executable, "-I", "-S", "-c", load + (run or f"{module}.main()")]
+    return [sys.executable, "-I", *([] if packages else ["-S"]), "-c", load + (run or f"{module}.main()")]

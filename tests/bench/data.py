@@ -1,4 +1,5 @@
-"""Data sets through real daemons: adding, adding again, many small files, fetching from three holders, and memory.
+"""Data sets through real daemons: adding, adding again, many small files, fetching from three holders, a job's first batch while
+it is fetched, and memory.
 
 Beside rsync and restic, tar with zstd, and rsync and aria2c, where these are installed. Every subject ends with `sync`, so each
 figure is the time until the bytes are on disk. Writes build/bench/data.json.
@@ -31,7 +32,9 @@ SMALL_BYTES = 10_000
 CHANGED = 0.01
 ADD_GOAL, AGAIN_GOAL, SMALL_GOAL, FETCH_GOAL, MEMORY_GOAL_MIB = 1.0, 0.1, 1.2, 0.9, 150.0
 HOLDERS = 3
-PARTS = ("add", "small", "fetch", "memory")
+PARTS = ("add", "small", "fetch", "stream", "memory")
+BATCH, WORKERS = 32, 4  # records of 1 MiB in a batch, and threads that read them, as data loaders do
+FIRST_GOAL = 0.05
 PRIORITY = "--priority"
 
 
@@ -51,11 +54,17 @@ def timed(do: Callable[[], object], on: Path) -> float:
 
 def schedule(policy: int, priority: int) -> None:
     """Set how this process, the processes that it has started, and theirs are scheduled: every thread."""
+    for task in tasks():
+        with suppress(OSError):  # it has ended
+            os.sched_setscheduler(task, policy, os.sched_param(priority))
+
+
+def tasks() -> Iterator[int]:
     left = [os.getpid()]
     while left:
         for task in Path(f"/proc/{left.pop()}/task").glob("*"):
-            with suppress(OSError):  # it has ended
-                os.sched_setscheduler(int(task.name), policy, os.sched_param(priority))
+            with suppress(OSError):
+                yield int(task.name)
                 left += map(int, (task / "children").read_text().split())
 
 
@@ -211,6 +220,148 @@ def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
     return rows + [row(f"the same by {name}", taken, "s", goal="-", met=None) for name, taken in theirs.items()]
 
 
+FIRST_BATCH = """
+import json, os, random, time
+from concurrent.futures import ThreadPoolExecutor
+root = os.environ["MESH_DATA_SET"]
+files = sorted(os.listdir(root))
+begun, places = time.time(), [(name, at << 20) for name in files for at in range(os.stat(f"{root}/{name}").st_size >> 20)]
+if %r:
+    random.Random(1).shuffle(places)
+
+def record(place):
+    name, at = place
+    with open(f"{root}/{name}", "rb", buffering=0) as file:
+        file.seek(at)
+        return len(file.read(1 << 20))
+
+with ThreadPoolExecutor(%d) as pool:
+    for number, length in enumerate(pool.map(record, places)):
+        assert length == 1 << 20
+        if number + 1 == %d:
+            first = time.time()
+print(json.dumps({"first": first, "all": time.time()}), flush=True)
+time.sleep(600)
+"""
+
+
+def measure_stream(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
+    """Measure a job's first batch and its first epoch, from when its node begins to fetch, in turn with a fetch of its own."""
+    from mesh.data.streams import problem
+
+    if why := problem():
+        return [not_run("first batch while streaming", f"<= {FIRST_GOAL:g} of the fetch", "-", why)]
+    source = on / "large"
+    make_large(source, max(1, round(options.gib * 1024 * MIB / FILE_BYTES)))
+    orders = {"in order": False, "shuffled": True}
+    taken: dict[str, dict[str, list[float]]] = {name: {"first": [], "epoch": [], "whole": []} for name in orders}
+    fetched: list[float] = []
+    overrides = {"upload_mbps": options.stream_mbps} if options.stream_mbps else {}
+    with Stack(HOLDERS + 1, directory=on / "stack", overrides=overrides) as stack:
+        stack.start_all()
+        mesh(stack.nodes[0], "data", "add", "set", source)
+        for node in stack.nodes[1:HOLDERS]:
+            wait_known(node, 1)
+            mesh(node, "data", "pin", "set")
+        node = stack.nodes[HOLDERS]
+        wait_known(node, HOLDERS)
+        for holder in stack.nodes[:HOLDERS]:
+            told_by(holder, "pause")
+        paused = lambda: sum(found["paused"] for found in mesh(node, "nodes")["nodes"]) == HOLDERS  # noqa: E731
+        waited(paused, "the pauses")
+        if PRIORITY in sys.argv:  # a guest's control group takes no real-time processes
+            for task in tasks():
+                os.setpriority(os.PRIO_PROCESS, task, -20)
+        for _ in range(options.rounds):
+            touch_memory(options.gib, on)
+            begun = time.perf_counter()
+            mesh(node, "data", "pin", "set")
+            fetched.append(time.perf_counter() - begun)
+            drop_once_free(node)
+            for name, shuffled in orders.items():
+                touch_memory(options.gib, on)
+                program = FIRST_BATCH % (shuffled, WORKERS, BATCH)
+                words = ("submit", "--no-workdir", "--data", "set", "--", sys.executable, "-c", program)
+                job = told_by(node, *words).strip()
+                told = until_told(node, job)
+                begun, whole = times_of(node, job)
+                told_by(node, "cancel", job)
+                taken[name]["first"].append(told["first"] - begun)
+                taken[name]["epoch"].append(told["all"] - begun)
+                taken[name]["whole"].append(whole - begun)
+                drop_once_free(node)
+    shutil.rmtree(source)
+    rows = [row(f"fetch {options.gib:g} GiB without a reader", fetched, "s", goal="-", met=None)]
+    for name, times in taken.items():
+        parts = [first / whole for first, whole in zip(times["first"], fetched, strict=True)]
+        met = statistics.median(parts) <= FIRST_GOAL
+        batch = f"first {BATCH} records of 1 MiB, {name}"
+        rows += [
+            row(f"{batch}, while {options.gib:g} GiB stream", times["first"], "s", goal="-", met=None),
+            row(f"{batch}: part of the fetch", parts, "x", goal=f"<= {FIRST_GOAL:g} x", met=met),
+            row(
+                f"all records, {name}",
+                times["epoch"],
+                "s",
+                goal="-",
+                met=None,
+                peer="whole",
+                peer_values=times["whole"],
+            ),
+        ]
+    return rows
+
+
+def told_by(node: StackNode, *words: str) -> str:
+    command = [sys.executable, "-m", "mesh.cli", "--state", str(node.where.root), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def waited(look: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + 600
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"waited in vain for {what}")
+        time.sleep(0.5)
+    return found
+
+
+def until_told(node: StackNode, job: str) -> dict[str, Any]:
+    """Wait for what the job prints after its last record."""
+
+    def printed() -> dict[str, Any]:
+        lines = told_by(node, "logs", job).splitlines()
+        return dict(json.loads(lines[-1])) if lines else {}
+
+    return dict(waited(printed, "the job"))
+
+
+def times_of(node: StackNode, job: str) -> tuple[float, float]:
+    """Return when a job's node began to fetch, and when it had all."""
+
+    def events() -> tuple[float, float] | None:
+        told = node.client.get("/v1/events?after=0")["events"]
+        found = {event["text"]: event["unix_ms"] / 1000 for event in told if event["job"] == job}
+        begun = [at for words, at in found.items() if "fetching its files" in words]
+        whole = [at for words, at in found.items() if "is whole on this node" in words]
+        return (begun[0], whole[0]) if begun and whole else None
+
+    begun, whole = waited(events, "the whole data set")
+    return begun, whole
+
+
+def drop_once_free(node: StackNode) -> None:
+    """Drop the data set here, once the job that was cancelled uses it no more."""
+
+    def dropped() -> bool:
+        with suppress(subprocess.CalledProcessError):
+            mesh(node, "data", "rm", "--here", "set")
+            return True
+        return False
+
+    waited(dropped, "the end of the job")
+
+
 def touch_memory(gib: float, on: Path) -> None:
     """Write and remove as much as is fetched.
 
@@ -299,6 +450,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="size of what is added and fetched")
     parser.add_argument("--files", type=int, default=10_000, help="number of small files")
     parser.add_argument("--sparse-gib", type=int, default=200)
+    parser.add_argument(
+        "--stream-mbps", type=float, default=0.0, help="what each holder sends at most while a job reads"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--on", type=Path, help="directory to work in (default: a temporary one)")
     parser.add_argument("--only", choices=PARTS, action="append", help="run this part only; repeatable")

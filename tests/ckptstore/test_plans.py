@@ -52,6 +52,15 @@ def test_enough_ends_with_the_present_holders() -> None:
     assert plan.enough("no time") == [Settled((B,), "on 1 of 3 peers: no time")]
 
 
+def test_chunks_that_came_by_another_way_are_not_requested() -> None:
+    plan = Fetch({bytes([number]): 4 << 20 for number in range(4)}, [A], awaited=True)
+    assert plan.start(0.0) == [Request(A, (b"\0",))], "the first request is short, as somebody waits"
+    plan.came([b"\1", b"\2"])
+    assert plan.arrived(A, [b"\0"], 1.0) == [Request(A, (b"\3",))]
+    plan.came([b"\3"])
+    assert plan.arrived(A, [], 2.0) == [FetchEnded("")]
+
+
 def test_slow_peer_is_awaited_if_there_is_no_other() -> None:
     plan = Replication([A], [], want=1)
     plan.start()

@@ -186,3 +186,42 @@ async def test_node_that_leaves_ends_its_fetches(fetching: Fetching) -> None:
     await fetching.fetcher.close()
     with pytest.raises(FetchFailed, match="this node is leaving"):
         await waiter
+
+
+async def test_awaited_chunk_on_its_way_is_not_requested_twice(fetching: Fetching) -> None:
+    fetching.hang = asyncio.Event()
+    whole = asyncio.create_task(fetching.fetch())
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    first = {fetching.root.id: fetching.root.length}
+    awaited = asyncio.create_task(fetching.fetcher.at_once(fetching.identity, JOB, first))
+    await asyncio.sleep(0)
+    fetching.hang.set()
+    assert await awaited == 0
+    await whole
+    asked = [one for request in fetching.asked for one in request.ids]
+    assert asked.count(fetching.root.id) == 1 and fetching.arrived
+
+
+async def test_awaited_chunk_comes_first(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher_module, "COMING_S", 60.0)
+    (page,) = {page for page, _ in fetching.holders[FIRST].entries(fetching.root)}
+    last = dict([list(page.chunks)[-1]])
+    fetching.hang = asyncio.Event()
+    awaited = asyncio.create_task(fetching.fetcher.at_once(fetching.identity, JOB, last))
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    whole = asyncio.create_task(fetching.fetch())
+    while not fetching.fetcher.words(fetching.identity):
+        await asyncio.sleep(0)
+    fetching.hang.set()
+    assert await awaited == sum(last.values())
+    await whole
+    asked = [one for request in fetching.asked for one in request.ids]
+    assert asked[0] in last and asked.count(asked[0]) == 1 and fetching.arrived
+
+
+async def test_awaited_chunk_that_nobody_has_is_an_error(fetching: Fetching) -> None:
+    fetching.listed = []
+    with pytest.raises(FetchFailed, match="no node that is there has it whole"):
+        await fetching.fetcher.at_once(fetching.identity, JOB, {b"?" * 32: 10})

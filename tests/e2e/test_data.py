@@ -77,7 +77,7 @@ def test_data_set_is_added_fetched_and_read_by_jobs(make_stack: Callable[..., St
 
     # From both holders; and placement knows who has it.
     why = ok(two, "why", job)
-    assert "node2 would first fetch 29" not in why, "a paused node is refused anyway"
+    assert "node2 would fetch 29" not in why, "a paused node is refused anyway"
     ok(two, "data", "pin", name)
     assert row(two, name)["here"] is True and row(two, name)["pinned"] is True
     until(lambda: len(row(one, name)["nodes"]) == 3, "three holders")

@@ -220,7 +220,8 @@ def _data_lines(request: Request, adverts: Sequence[Advert]) -> list[str]:
         if missing and not refusals(request, advert):
             whole = advert.weight_for(horizon_of(request.remaining_s))
             lines.append(
-                f"{advert.nick} would first fetch {amount(missing << 20)} of data sets (about {missing // FETCH_MIB_S} s): its "
+                f"{advert.nick} would fetch {amount(missing << 20)} of data sets (about {missing // FETCH_MIB_S} s), before "
+                "the job starts or, where it can stream, while it runs: its "
                 f"weight is {with_data(whole, request, advert)} instead of {whole} for that"
             )
     return lines
