@@ -64,8 +64,10 @@ class RestorableElsewhere(JobChecker):
     def _look(self, world: JobsWorld, job: bytes, commit: Commit) -> None:
         then = self._disks[commit.manifest]
         now = {node.id: node.disk.name for node in world.nodes if not node.gone}
+        makers = {node.store.manifest(commit.manifest).maker for node in world.nodes if node.store.has(commit.manifest)}
         for holders in self._holders[commit.manifest]:
-            kept = sum(now.get(node) == then[node] for node in holders)
+            # A later runner names the one that made it, if that still has it: its copy is not one of those that are looked for.
+            kept = sum(now.get(node) == then[node] for node in holders if node not in makers)
             if kept and not self._kept(world, commit.manifest):
                 raise self.violated(
                     world,

@@ -318,8 +318,11 @@ class TestNegativeControls:
         real = Runner.on_accepted
 
         def generous(self: Runner, sender: bytes, message: Accepted, at: Instant) -> list[Effect]:
-            rounds = self._proposer._open
-            self._proposer._open = {number: (at.now, *rest) for number, (_, *rest) in rounds.items()}  # type: ignore[misc]
+            late = {
+                number: (msgspec.structs.replace(decided, sent_at=at.now), acks)
+                for number, (decided, acks) in self._proposer._open.items()
+            }
+            self._proposer._open = late
             return real(self, sender, message, at)
 
         monkeypatch.setattr(Runner, "on_accepted", generous)
