@@ -7,8 +7,8 @@ raising `Lacking`; the caller brings it and asks again.
 
 import stat
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from ckptstore.errors import BadManifest, CorruptChunk, NotFound
 from ckptstore.pack import ID_BYTES
 
 TOP = 1
-MAX_OPENED = 128  # pages and lists that are kept decoded: 30 MB (own choice)
+MAX_OPENED = 128  # pages, and as many lists, that are kept decoded: 30 MB (own choice)
 
 Give = Callable[[bytes, int], Bytes]  # returns a verified chunk by its id and length, or raises Lacking
 
@@ -65,8 +65,9 @@ class DataView:
     def __init__(self, root: Link, give: Give) -> None:
         check_root(root)
         self._root, self._give = root, give
-        self._pages: OrderedDict[Link, Opened] = OrderedDict()
-        self._lists: OrderedDict[Link, tuple[ChunkList, list[int]]] = OrderedDict()
+        # What raises, such as Lacking, is not kept.
+        self._opened: Callable[[Link], Opened] = lru_cache(MAX_OPENED)(self._open)
+        self._list: Callable[[Link], tuple[ChunkList, list[int]]] = lru_cache(MAX_OPENED)(self._open_list)
 
     def at(self, number: int) -> Found:
         """Return the entry with a number other than that of the top."""
@@ -163,31 +164,22 @@ class DataView:
         check_place(parts, entry)
         return Found(number, number + 1 + _below(entry), entry, opened.page, (*parts, entry.name))
 
-    def _opened(self, link: Link) -> Opened:
-        found = self._pages.get(link)
-        if found is None:
-            page = decode_page(self._give(link.id, link.length), link)
-            if page.children:
-                counts, names = [one.link.entries for one in page.children], [one.name for one in page.children]
-            else:
-                counts, names = [1 + _below(one) for one in page.entries], [one.name for one in page.entries]
-            found = Opened(page, list(accumulate(counts, initial=0))[:-1], names)
-            self._pages[link] = found
-            if len(self._pages) > MAX_OPENED:
-                self._pages.popitem(last=False)
-        self._pages.move_to_end(link)
-        return found
+    def _open(self, link: Link) -> Opened:
+        page = decode_page(self._give(link.id, link.length), link)
+        if page.children:
+            counts, names = [one.link.entries for one in page.children], [one.name for one in page.children]
+        else:
+            counts, names = [1 + _below(one) for one in page.entries], [one.name for one in page.entries]
+        return Opened(page, _starts(counts), names)
 
-    def _list(self, link: Link) -> tuple[ChunkList, list[int]]:
+    def _open_list(self, link: Link) -> tuple[ChunkList, list[int]]:
         """Return a list of chunks, and where in the list's bytes each of them begins."""
-        found = self._lists.get(link)
-        if found is None:
-            chunks = decode_list(self._give(link.id, link.length), link)
-            found = self._lists[link] = chunks, list(accumulate(chunks.lengths, initial=0))[:-1]
-            if len(self._lists) > MAX_OPENED:
-                self._lists.popitem(last=False)
-        self._lists.move_to_end(link)
-        return found
+        chunks = decode_list(self._give(link.id, link.length), link)
+        return chunks, _starts(chunks.lengths)
+
+
+def _starts(counts: Iterable[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def _below(entry: Entry) -> int:

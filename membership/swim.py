@@ -52,9 +52,7 @@ Verified = tuple[bytes, AnyEvidence, bytes]  # author, evidence, the sealed byte
 PACKET_OVERHEAD = 73 + 9 + 10 + 34 + 24  # upper bound: envelope, nonce, root, a target, framing
 WOKE_UP_S = 5.0  # a timer this late means the machine slept, not that it was busy
 LEAVE_ROUNDS = 3  # farewells sent to each member; two may be lost
-INTRODUCED_TO = (
-    256  # members that hear of a newcomer from the node that it joined by; rumours tell the rest (own choice)
-)
+INTRODUCED_TO = 256  # members that the node it joined by tells of a newcomer; the rest hear rumours (own choice)
 GOSSIP_TO_DEAD_S = 30.0  # rumours also go to dead members for this long, so that they can refute (memberlist)
 MAX_REMEMBERED_RUNS = 8
 
@@ -231,8 +229,9 @@ class Swim:
         return [WantReconcile(node, host, port, unless_equal)] if self._reconcile_limit.allow((host, port), now) else []
 
     def introduce(self, newcomer: bytes, certificate: bytes) -> list[Effect]:
-        """Tell the others of a newcomer, of whom only this node knows yet. Rumours alone take seconds when many start at once:
-        few certificates fit into a packet.
+        """Tell the other members about a newcomer that only this node knows yet.
+
+        Rumours alone take seconds when many start at once, since few certificates fit into a packet.
         """
         member = self.table.get(newcomer)
         if member is None or not member.present:
@@ -243,8 +242,7 @@ class Swim:
         return [self._send_exactly(other, self._rumours(gossip)) for other in others for gossip in packets]
 
     def _fits(self, gossip: Gossip) -> bool:
-        used = PACKET_OVERHEAD + sum(len(sealed) + ITEM_OVERHEAD for _, sealed in gossip)
-        return used <= self.config.packet_bytes
+        return _used(gossip) <= self.config.packet_bytes
 
     def is_unreachable(self, node: bytes) -> bool:
         return node in self._unreachable
@@ -630,8 +628,7 @@ class Swim:
         """Send a packet with as many rumours as still fit."""
         if not len(self.rumours):
             return self._send_exactly(member, packet)
-        used = PACKET_OVERHEAD + sum(len(sealed) + ITEM_OVERHEAD for _, sealed in packet.gossip)
-        more = self.rumours.take(self.config.packet_bytes - used, len(self.table))
+        more = self.rumours.take(self.config.packet_bytes - _used(packet.gossip), len(self.table))
         extra = tuple(item for item in more if item not in packet.gossip)
         return self._send_exactly(member, replace(packet, gossip=packet.gossip + extra))
 
@@ -648,6 +645,11 @@ class Swim:
         self._last_token += 1
         self._tokens[name] = self._last_token
         return SetTimer(name, self._last_token, at)
+
+
+def _used(gossip: Gossip) -> int:
+    """Return how many bytes a packet with this gossip takes at most."""
+    return PACKET_OVERHEAD + sum(len(sealed) + ITEM_OVERHEAD for _, sealed in gossip)
 
 
 def _suspicion_timer(node: bytes) -> str:

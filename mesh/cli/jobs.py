@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from mesh.api.client import Client
-from mesh.cli.image_build import built
 from mesh.cli.job_file import JobCommand, job_file, printed_file
 from mesh.cli.job_options import job_options, make_order
 from mesh.cli.listing import listing, show
@@ -42,6 +41,8 @@ def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any]
     if options["build"]:
         if options["image"]:
             raise click.UsageError("--build makes the image: leave out --image")
+        from mesh.cli.image_build import built
+
         options = {**options, "image": built(daemon, Path(options["build"]))}
     order = {**make_order(command, options), **more}
     with packing_progress(daemon):

@@ -41,7 +41,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Request(NamedTuple):
-    """What the kernel asks. `node`: the number of an entry; `pid`: the thread that waits, 0 if it cannot be seen."""
+    """A request of the kernel. `node`: the number of an entry; `pid`: the thread that waits, 0 if it cannot be seen."""
 
     opcode: int
     unique: int

@@ -85,20 +85,16 @@ class Catalogue:
     @property
     def rules(self) -> Rules:
         """Return the current rules; entries of signers who may no longer sign do not count."""
-        now, lists, users = self._now_unix(), dict[NodeId, SignedList](), dict[NodeId, str]()
-        admitters = []
-        for signer, (signed, _) in self._heard.items():
-            credentials = self._trust.credentials(signer, now)
-            if credentials is not None:
-                lists[signer], users[signer] = signed, credentials.user
-                admitters += [signer] if credentials.can_admit else []
+        now = self._now_unix()
+        known = [(self._trust.credentials(signer, now), signed) for signer, (signed, _) in self._heard.items()]
+        lists = [(credentials, signed) for credentials, signed in known if credentials is not None]
         me = self._trust.credentials(self._identity.node_id, now)
         mine = "" if me is None else me.user
-        numbers = tuple((signer, signed.number) for signer, signed in lists.items())
-        key = (numbers, tuple(users.items()), tuple(admitters), mine, self._begun, self._own)
+        numbers = tuple((one.node_id, one.user, one.can_admit, signed.number) for one, signed in lists)
+        key = (numbers, mine, self._begun, self._own)
         if self._rules is None or self._rules[0] != key:
-            of_mesh = merged({signer: _of_user(lists[signer], None) for signer in admitters})
-            personal = merged({signer: _of_user(signed, users[signer]) for signer, signed in lists.items()})
+            of_mesh = merged({one.node_id: _of_user(signed, None) for one, signed in lists if one.can_admit})
+            personal = merged({one.node_id: _of_user(signed, one.user) for one, signed in lists})
             run_here = None if "*" in self._users else frozenset(mine if user == MINE else user for user in self._users)
             self._rules = (key, Rules(of_mesh if self._begun else None, self._own, personal, run_here))
         return self._rules[1]

@@ -70,7 +70,7 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
             )
         row = self.rows.get(name)
         known = config in self.images if config is not None else row is not None and row.entry.image is not None
-        if user is None and (self.listed is None or (self.anything and not known)):
+        if self.is_free(name) or (user is None and self.anything and not known):
             return Verdict("", image=None if config is None else Image(config))
         if config is not None:
             if known:
@@ -87,6 +87,10 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
             why = "has been taken from" if row is not None else "is not on"
             return Verdict("not listed", f"image {name} {why} the mesh's list: `mesh image ls` shows what is")
         return _denied(name) if row.entry.image.config in denials else Verdict("", image=row.entry.image)
+
+    def is_free(self, name: str) -> bool:
+        """Tell whether an image of this name needs no entry: the mesh has no list, and it is not a user's."""
+        return self.listed is None and user_of(name) is None
 
     @cached_property
     def rows(self) -> Mapping[str, ListedEntry]:

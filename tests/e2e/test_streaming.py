@@ -56,13 +56,24 @@ def pause_all_but(stack: Stack, kept: StackNode) -> None:
     until(lambda: all(r["paused"] for r in read(kept, "nodes")["nodes"] if r["nick"] != kept.nick), "the pauses")
 
 
-def test_job_reads_a_data_set_while_it_comes(make_stack: Callable[..., Stack], large: Path) -> None:
+def full_name(node: StackNode) -> str:
+    return f"{read(node, 'status')['user']}/large"
+
+
+def two_nodes(make_stack: Callable[..., Stack], large: Path) -> Stack:
+    """Return a node with the data set, which it gives slowly, and one that lends."""
     stack = make_stack(2, upload_mbps=SLOW)
     one, two = stack.nodes
     read(one, "data", "add", "large", str(large))
-    name = f"{read(one, 'status')['user']}/large"
+    name = full_name(one)
     until(lambda: row(two, name), "node2 to know it")
     pause_all_but(stack, two)
+    return stack
+
+
+def test_job_reads_a_data_set_while_it_comes(make_stack: Callable[..., Stack], large: Path) -> None:
+    _, two = two_nodes(make_stack, large).nodes
+    name = full_name(two)
     script = (
         'head -c 1000 "$MESH_DATA_LARGE/7" | sha256sum; echo first; while [ ! -e go ]; do sleep 0.1; done; ' + READ_ALL
     )
@@ -86,12 +97,8 @@ def test_job_reads_a_data_set_while_it_comes(make_stack: Callable[..., Stack], l
 
 
 def test_crashes_leave_no_mount_and_the_job_goes_on_elsewhere(make_stack: Callable[..., Stack], large: Path) -> None:
-    stack = make_stack(2, upload_mbps=SLOW)
+    stack = two_nodes(make_stack, large)
     one, two = stack.nodes
-    read(one, "data", "add", "large", str(large))
-    name = f"{read(one, 'status')['user']}/large"
-    until(lambda: row(two, name), "node2 to know it")
-    pause_all_but(stack, two)
     script = 'echo begun; cat "$MESH_DATA_LARGE"/7 "$MESH_DATA_LARGE"/* > /dev/null && echo ended'
     job = ok(one, "submit", "--no-workdir", "--data", "large", "--", "sh", "-c", script).strip()
     until(lambda: mounts(two) and "begun" in ok(one, "logs", job), "the job to read")
@@ -135,12 +142,7 @@ while True:
 
 
 def test_job_is_killed_although_its_file_system_stands_still(make_stack: Callable[..., Stack], large: Path) -> None:
-    stack = make_stack(2, upload_mbps=SLOW)
-    one, two = stack.nodes
-    read(one, "data", "add", "large", str(large))
-    name = f"{read(one, 'status')['user']}/large"
-    until(lambda: row(two, name), "node2 to know it")
-    pause_all_but(stack, two)
+    one, two = two_nodes(make_stack, large).nodes
     job = ok(one, "submit", "--no-workdir", "--data", "large", "--", sys.executable, "-c", MAP).strip()
     until(lambda: mounts(two) and "begun" in ok(one, "logs", job), "the job to read")
     os.kill(file_system_of(two), signal.SIGSTOP)
@@ -160,7 +162,7 @@ def test_container_reads_a_data_set_while_it_comes(large: Path) -> None:
         layered_image(client, image, b"small")
         stack.start_all()
         read(one, "data", "add", "large", str(large))
-        name = f"{read(one, 'status')['user']}/large"
+        name = full_name(one)
         until(lambda: row(two, name), "node2 to know it")
         pause_all_but(stack, two)
         until(lambda: mesh(two, "run", "--no-workdir", "--image", image, "--", "true").returncode == 0, "the image")

@@ -1,4 +1,4 @@
-"""What the library does with the lists that it hears."""
+"""Lists of images that other nodes publish, as the library takes them."""
 
 from pathlib import Path
 from typing import Any, cast

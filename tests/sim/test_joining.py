@@ -1,4 +1,4 @@
-"""Many nodes that start within seconds: whoever a newcomer joins by tells the others of it."""
+"""Many nodes that start within seconds: the node that a newcomer joins by tells the other members about it."""
 
 import pytest
 

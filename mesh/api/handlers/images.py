@@ -39,7 +39,7 @@ class ImageHandlers:
     def pin(self, name: str | None, engine: str | None) -> bytes | None:
         """Return the image id to pin in a new job; None if it goes by name. MeshError if the list refuses the image."""
         rules = self._library.rules
-        if name is None or engine == "process" or (rules.listed is None and user_of(name) is None):
+        if name is None or engine == "process" or rules.is_free(name):
             return None
         verdict = rules.of_mesh.judge(name, None)
         if not verdict.rule:
@@ -61,10 +61,9 @@ class ImageHandlers:
 
     def objections(self, spec: JobSpec) -> list[str]:
         """Return the objections of the mesh's list to a job's image."""
-        rules = self._library.rules
-        if spec.image is None or spec.image_id is None or (rules.listed is None and user_of(spec.image) is None):
+        if spec.image is None or spec.image_id is None:
             return []
-        words = rules.of_mesh.judge(spec.image, spec.image_id).words
+        words = self._library.rules.of_mesh.judge(spec.image, spec.image_id).words
         return [words] if words else []
 
     # --- what there is
@@ -152,7 +151,7 @@ class ImageHandlers:
 
     async def allow(self, order: AllowImage) -> schemas.images.Allowed:
         library = self._library
-        first = library.rules.listed is None and not order.here and user_of(order.alias) is None
+        first = library.rules.is_free(order.alias) and not order.here
         try:
             if order.alias == ANYTHING:
                 if order.here or order.source or order.id:
@@ -309,7 +308,7 @@ class ImageHandlers:
 
     def _wanted(self, alias: str) -> Image:
         rules = self._library.rules
-        if rules.listed is None and user_of(alias) is None:
+        if rules.is_free(alias):
             raise MeshError(
                 "this mesh has no list of images, so nodes give none to each other: `mesh image allow ALIAS` begins one",
                 ExitCode.REFUSED,
