@@ -194,7 +194,7 @@ class Adder:
                 if row is None or row.mode != info.st_mode:
                     self._row(directory, Row(name, info.st_mode, 0, 0, 0, 0, child, b""))
                 inner.append((name, child))
-                self._files += 1
+                self._count(0)
                 continue
             if row is not None and stat.S_ISDIR(row.mode):
                 self._sources.remove(directory, row)
@@ -207,21 +207,22 @@ class Adder:
             elif stat.S_ISREG(info.st_mode):
                 if row is None or not self._is_current(row, info):
                     self._file(directory, descriptor, name, info, row)
-                elif row.mode != info.st_mode:
-                    self._row(directory, row._replace(mode=info.st_mode))
-                self._bytes += info.st_size
             else:
                 raise BadPath(
                     f"{os.fsdecode(name)} is a socket, pipe or device: only files, directories and links are data"
                 )
-            self._files += 1
-            if self._files > MAX_ENTRIES or self._bytes > MAX_BYTES:
-                raise TooLarge(f"a data set holds at most {MAX_ENTRIES} entries and {MAX_BYTES >> 40} TiB")
-            if self._files % 256 == 0:
-                self._report(Progress(self._files, self._bytes, self._read))
+            self._count(info.st_size if stat.S_ISREG(info.st_mode) else 0)
         for row in known.values():
             self._sources.remove(directory, row)
         return inner
+
+    def _count(self, size: int) -> None:
+        self._files += 1
+        self._bytes += size
+        if self._files > MAX_ENTRIES or self._bytes > MAX_BYTES:
+            raise TooLarge(f"a data set holds at most {MAX_ENTRIES} entries and {MAX_BYTES >> 40} TiB")
+        if self._files % 256 == 0:
+            self._report(Progress(self._files, self._bytes, self._read))
 
     def _is_current(self, row: Row, info: os.stat_result) -> bool:
         """Tell whether a file is the one in the table and its chunks are still here."""

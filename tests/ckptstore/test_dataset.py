@@ -34,7 +34,16 @@ from ckptstore.dataset import (
 )
 from ckptstore.dataset_adder import Added, Adder, Progress, Stopped
 from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
-from ckptstore.errors import BadManifest, BadPath, CorruptChunk, FileChanged, MissingChunks, QuotaExceeded, StoreError
+from ckptstore.errors import (
+    BadManifest,
+    BadPath,
+    CorruptChunk,
+    FileChanged,
+    MissingChunks,
+    QuotaExceeded,
+    StoreError,
+    TooLarge,
+)
 from ckptstore.pack import PackWriter, chunk_name, wrap
 
 ID = b"\1" * 32
@@ -214,6 +223,28 @@ def test_quota_stops_an_add(tmp_path: Path, source: Path) -> None:
     store = DataSets(tmp_path / "small", quota_bytes=1 << 20)
     with pytest.raises(QuotaExceeded, match="data_quota_gib"):
         Adder(store).add(source)
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_ENTRIES", 3), ("MAX_BYTES", 4)])
+def test_add_of_too_much_is_refused(
+    store: DataSets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    root = tmp_path / "much"
+    (root / "directory").mkdir(parents=True)
+    (root / "link").symlink_to("directory")
+    (root / "file").write_bytes(b"four")
+    monkeypatch.setattr(dataset_adder, bound, most)
+    Adder(store).add(root)
+    monkeypatch.setattr(dataset_adder, bound, most - 1)
+    with pytest.raises(TooLarge, match="a data set holds at most"):
+        Adder(store).add(root)
+    if bound == "MAX_ENTRIES":  # directories count too
+        for name in ("link", "file"):
+            (root / name).unlink()
+        for number in range(most):
+            (root / str(number)).mkdir()
+        with pytest.raises(TooLarge, match="a data set holds at most"):
+            Adder(store).add(root)
 
 
 def test_set_with_a_missing_or_damaged_chunk_is_not_published_or_written(store: DataSets, source: Path) -> None:
