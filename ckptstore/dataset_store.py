@@ -25,7 +25,6 @@ from ckptstore.dataset import (
     Entry,
     Link,
     Page,
-    check_place,
     check_root,
     decode_list,
     decode_page,
@@ -192,7 +191,6 @@ class DataSets(ObjectStore):
                 stack.pop()
                 continue
             page, entry = found
-            check_place(parts, entry)
             yield parts, page, entry
             if stat.S_ISDIR(entry.mode):
                 stack.append(((*parts, entry.name), self.entries(entry.lists[0])))

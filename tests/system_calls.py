@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TRACED = "openat,write,pwrite64,fsync,fdatasync,rename,renameat,renameat2,link,linkat,unlink,unlinkat"
-_SYNC = re.compile(r"(?:fsync|fdatasync)\(\d+<([^>]+)>")
+TRACED = "openat,write,pwrite64,fsync,fdatasync,syncfs,rename,renameat,renameat2,link,linkat,unlink,unlinkat"
+_SYNC = re.compile(r"(?:fsync|fdatasync|syncfs)\(\d+<([^>]+)>")
 _WRITE = re.compile(r"(?:write|pwrite64)\(\d+<([^>]+)>")
 _NAMES = re.compile(r'"([^"]+)"')
 

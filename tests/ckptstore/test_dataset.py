@@ -45,6 +45,7 @@ from ckptstore.errors import (
     TooLarge,
 )
 from ckptstore.pack import PackWriter, chunk_name, wrap
+from tests.system_calls import system_calls
 
 ID = b"\1" * 32
 FILE, DIRECTORY, LINK = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755, stat.S_IFLNK | 0o777
@@ -429,6 +430,51 @@ def test_tree_that_unfolds_without_end_is_refused(store: DataSets) -> None:
     lying = msgspec.structs.replace(link, entries=1000)
     with pytest.raises(BadManifest, match="does not hold what its link says"):
         store.make_tree(ID, lying)
+    assert list(store.trees.iterdir()) == []
+
+
+def test_tree_that_leads_out_or_too_deep_is_refused(store: DataSets) -> None:
+    writer = PackWriter(store.tmp, store.packs)
+    bad = Page(entries=(Entry(b"l", LINK, 0, (), (), b"../../x"),))
+    out = put_page(store, writer, Page(entries=(Entry(b"d", DIRECTORY, 0, (), (put_page(store, writer, bad, 1),)),)), 2)
+    deep = put_page(store, writer, Page(entries=(Entry(b"f", FILE, 0),)), 1)
+    for _ in range(300):
+        deep = put_page(store, writer, Page(entries=(Entry(b"d", DIRECTORY, 0, (), (deep,)),)), 1 + deep.entries)
+    store.publish_pack(writer)
+    for link in (out, deep):
+        with pytest.raises(BadPath):
+            store.make_tree(ID, link)
+    assert list(store.trees.iterdir()) == []
+
+
+MAKE_TREE = """
+import sys
+from pathlib import Path
+from ckptstore.dataset_adder import Adder
+from ckptstore.dataset_store import DataSets
+store = DataSets(Path(sys.argv[1]))
+store.make_tree(b"i" * 32, Adder(store).add(Path(sys.argv[2])).root)
+"""
+
+
+@pytest.mark.strace
+def test_tree_is_on_disk_before_it_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "data").mkdir()
+    calls = system_calls(MAKE_TREE, tmp_path / "data", str(tmp_path / "file"))
+    named = next(call for call in calls if call.startswith("rename trees/"))
+    before = calls[: calls.index(named)]
+    _, making, _ = named.split()
+    assert f"sync {making}" in before
+    assert before.index(f"write {making}/file") < before.index(f"sync {making}")
+
+
+def test_tree_that_was_being_made_at_a_crash_is_removed(store: DataSets) -> None:
+    left = store.trees / "half.making"
+    (left / "inner").mkdir(parents=True)
+    (left / "inner" / "file").write_bytes(b"half")
+    (left / "inner").chmod(0o500)
+    DataSets(store.root)
     assert list(store.trees.iterdir()) == []
 
 
