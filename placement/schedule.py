@@ -228,7 +228,7 @@ class Schedule:
         if every_s is not None:
             at = max(now, self._not_before, self._since + every_s)
             fresh = Due(self._since, at, expected_loss_s(self._since, at, self.cost(), lossy, rates), "asked")
-        if announced is None or announced.at <= now:
+        if announced is None:
             return self.announce(fresh)
         moved = abs(fresh.at - announced.at) >= HYSTERESIS * announced.interval_s
         return self.announce(fresh) if moved else announced

@@ -549,7 +549,7 @@ class Attempt:
             if self.spec.checkpointing is not None and self._dumps is None:
                 tree = await asyncio.to_thread(self._committed, False)
                 self.save_schedule.sees(boot_s(), await asyncio.to_thread(being_written, self.base / "ckpt"))
-                if tree is not None and tree.key not in (self._saved_key, self._found_key):
+                if tree is not None and tree.key != self._found_key:
                     self._found_key = tree.key
                     self.save_schedule.saved(boot_s())
                     await self._report(CheckpointFound())

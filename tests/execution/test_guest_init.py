@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ from mesh.execution.process import guest_init
 from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.process.sandbox import Sandbox
 from mesh.rpc.frames import OUTPUT, Data, Order
-from mesh.util.processes import children_of, lives, process_of
-from tests.execution.bench import LOOP, WAIT_S, Bench, processes_with, wait_until
+from mesh.util.boottime import boot_s
+from mesh.util.processes import children_of, lives, process_of, stands_still
+from tests.execution.bench import COUNT, LOOP, WAIT_S, Bench, beyond, processes_with, steps_taken, wait_until
 from tests.execution.place import fresh_mark
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +114,25 @@ async def test_job_and_session_die_with_their_watcher_without_groups(tmp_path: P
     async with asyncio.timeout(WAIT_S):
         await guest.wait()
     await asyncio.to_thread(wait_until, lambda: not processes_with(mark), "job and session to end")
+    await engine.close()
+
+
+async def test_lease_stops_every_process_without_groups_and_wakes_every_one(tmp_path: Path) -> None:
+    engine = ProcessEngine(groups=False)
+    bench = Bench(engine, tmp_path, None)
+    guest = await bench.shell(f"sh -c '{COUNT}' & setsid sh -c '{LOOP}' & {LOOP}")
+    await beyond(bench, 3)
+    for _ in range(2):
+        guest.allow_until(boot_s() + 0.2)
+        async with asyncio.timeout(WAIT_S):
+            while not await guest.stands_still():
+                await asyncio.sleep(0.02)
+        guest.allow_until(math.inf)
+        await beyond(bench, steps_taken(bench) + 3)
+        pids = await guest.pids()
+        assert len(pids) >= 4
+        await asyncio.to_thread(wait_until, lambda pids=pids: not any(map(stands_still, pids)), "all to go on")
+    await guest.kill()
     await engine.close()
 
 

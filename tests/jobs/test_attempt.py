@@ -15,11 +15,20 @@ from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import FetchError
 from mesh.consensus.effects import Kill, RunUntil, SaveCheckpoint, SaveResult
 from mesh.consensus.effects import Launch as LaunchGuest
-from mesh.consensus.reports import CheckpointFailed, GuestExited, GuestFailed, GuestStarted, ResultStored, RunnerEvent
+from mesh.consensus.reports import (
+    CheckpointFailed,
+    CheckpointFound,
+    GuestExited,
+    GuestFailed,
+    GuestStarted,
+    ResultStored,
+    RunnerEvent,
+)
 from mesh.execution.engine import Availability, EngineError, Guest, Launch
 from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.secret_files import SecretFiles
 from mesh.execution.wrapped import WrappedGuest
+from mesh.jobs import attempt as attempt_module
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.environments import Environments
@@ -214,6 +223,33 @@ async def test_user_gets_a_report_when_the_last_system_checkpoint_is_not_stored(
     assert place.notes[-1] == (f"{stands}: {why}", "not stored")
     assert f"its last checkpoint could not be stored: {why}; the one before it stands\n" in place.log.read_text()
     assert not list((tmp_path / "attempt" / "dumps").iterdir()), "the failed dump frees its disk space"
+    await place.attempt.close()
+    await engine.close()
+
+
+async def test_checkpoint_is_found_once_and_a_newer_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_module, "POLL_S", 0.01)
+    engine = LateEngine(waits=False)
+    engine.late.set()
+    place = Place(tmp_path, engine, checkpointing=Checkpointing(stable_s=0.05))
+    looks: list[object] = []
+    committed = place.attempt._committed
+
+    def look(ended: bool) -> object:
+        looks.append(found := committed(ended))
+        return found
+
+    monkeypatch.setattr(place.attempt, "_committed", look)
+    await place.begin()
+    assert isinstance(await place.next_event(), GuestStarted)
+    for number in range(2):
+        (tmp_path / "attempt" / "ckpt" / f"{number}").write_text("state")
+        assert await place.next_event() == CheckpointFound()
+        before = len(looks)
+        async with asyncio.timeout(WAIT_S):
+            while sum(found is not None for found in looks[before:]) < 3:
+                await asyncio.sleep(0.01)
+        assert place.events.empty()
     await place.attempt.close()
     await engine.close()
 

@@ -132,6 +132,48 @@ async def test_worker_keeps_messages_to_itself_when_the_queue_is_full() -> None:
     assert order[0] == "own" and order.count("queued") == BATCH - 1
 
 
+async def test_start_restores_everything_before_any_job(jobs: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noted(name: str, part: Any, method: str) -> None:
+        original = getattr(part, method)
+
+        def wrapped(*given: Any) -> Any:
+            done.append(name)
+            return original(*given)
+
+        monkeypatch.setattr(part, method, wrapped)
+
+    cleared = {"secrets in memory": jobs._secret_files, "environments": jobs._environments}
+    restored = {
+        "keys": jobs.keyring,
+        "keys of secrets": jobs.secrets_keyring,
+        "schedules": jobs._save_schedules,
+        "replicator": jobs.replicator,
+        "archive": jobs.archive,
+        "retention": jobs._retention,
+        "working directories": jobs.workdirs,
+    }
+    for name, part in cleared.items():
+        noted(name, part, "clear")
+    for name, part in restored.items():
+        noted(name, part, "restore")
+    noted("jobs", jobs, "_restore_records")
+    await jobs.restore()
+    assert done[-1] == "jobs" and sorted(done[:-1]) == sorted([*cleared, *restored])
+
+
+async def test_job_with_a_damaged_record_is_not_witnessed_anew(
+    jobs: JobService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def damaged() -> tuple[list[WitnessRecord], dict[bytes, str]]:
+        return [], {JOB: "checksum"}
+
+    monkeypatch.setattr(jobs._journal, "witness_records", damaged)
+    await jobs.restore()
+    assert jobs.participant.forgotten == {JOB}
+
+
 def record(term: int) -> WitnessRecord:
     return WitnessRecord(
         job=JOB,

@@ -291,6 +291,16 @@ def test_replica_order_spreads_over_zones_with_free_space() -> None:
     assert zones[order[0]] != zones[order[1]]
 
 
+def test_replica_order_begins_in_zones_that_hold_nothing() -> None:
+    adverts = [advert(node, zone="abc"[number % 3]) for number, node in enumerate(NODES)]
+    zones = {ad.node: ad.zone for ad in adverts}
+    holder = NODES[0]
+    order = replica_order(JOB, adverts, {holder}, need_mib=10, holders={holder})
+    assert {zones[node] for node in order[:2]} == {"b", "c"}
+    assert {zones[node] for node in order[2:5]} == {"a", "b", "c"}
+    assert replica_order(JOB, adverts, {holder}, 10, {holder}, most=2) == order[:2]
+
+
 def test_witness_order_has_all_nodes() -> None:
     adverts = [advert(node) for node in NODES[:4]]
     order = witness_order(JOB, adverts, NODES)

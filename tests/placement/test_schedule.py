@@ -151,6 +151,8 @@ def test_failed_upload_puts_work_at_risk_and_delays_retry() -> None:
     schedule.failed(1500.0)
     due = schedule.plan(1500.0, 1.0, steady(1 / 3600))
     assert schedule.since == 0.0 and due.at == 1500.0 + LEAST_S
+    schedule.failed(1500.0)
+    assert schedule.plan(1500.0, 1.0, steady(1 / 3600), every_s=10.0).at == 1500.0 + LEAST_S
     schedule.stored(1700.0, 1600.0)
     assert schedule.since == 1600.0 and schedule.upload_s.value == 100.0
 
