@@ -125,6 +125,28 @@ async def test_manifest_without_a_majority_behind_it_is_refused(changes: dict[st
         await Node().judge(**changes)
 
 
+async def test_half_of_an_even_group_is_no_majority() -> None:
+    node = Node()
+    node.group(1, (A, B))
+    node.peers.records[C] = node.peers.records[A]
+    assert await node.judge() and await node.vouching.read_by_runner(JOB, D) == SPEC
+    fresh = Node()
+    fresh.peers.records = node.peers.records
+    fresh.peers.records[B] = msgspec.structs.replace(node.peers.records[B], holder=A, record=JobRecord())
+    with pytest.raises(Refused, match="know no lease of its signer"):
+        await fresh.judge()
+    assert await fresh.vouching.read_by_runner(JOB, D) is None
+
+
+async def test_vouching_for_one_term_holds_for_no_other() -> None:
+    node = Node()
+    assert await node.judge()
+    with pytest.raises(Refused, match="know no lease of its signer"):
+        await node.judge(term=5)
+    with pytest.raises(Refused, match="know no lease of its signer"):
+        await node.judge(signer=A)
+
+
 async def test_one_lying_witness_vouches_for_nobody() -> None:
     node = Node()
     liar = node.peers.records[A]

@@ -19,9 +19,9 @@ from cuda_guard.auditor import GpuProcess
 from mesh.api.handlers.lending import LendingHandlers
 from mesh.gpus.guest_processes import Whereabouts
 from mesh.gpus.inventory import Inventory, Lending, Presence, load_lending
-from mesh.provider.owner import Owner, works
+from mesh.provider.owner import STALE_S, Owner, works
 from mesh.provider.policy import Policy
-from mesh.provider.presence import Memory, Stand
+from mesh.provider.presence import Memory, Seen, Stand
 from mesh.provider.presence_file import Moment, load_memories, save_memories
 from mesh.util.errors import MeshError
 from placement.advert import Gpu, Portion, decode_advert, encode_advert
@@ -284,6 +284,35 @@ async def test_foreign_programs_are_identified(tmp_path: Path) -> None:
     await watched.owner.look()
     await watched.owner.on_gpus_seen({"GPU-aaaa": (GpuProcess(me, 1),)})
     assert watched.inventory.presence == Presence() and watched.said[-1] == "GPU-aaaa is lent again"
+
+
+async def test_gpus_that_nobody_looks_at_any_more_are_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, seen = Watched(tmp_path, lender()), list[Seen]()
+    step = watched.owner._presence.step
+
+    def noted(what: Seen, now: float) -> dict[str, Stand]:
+        seen.append(what)
+        return step(what, now)
+
+    monkeypatch.setattr(watched.owner._presence, "step", noted)
+    await watched.owner.on_gpus_seen({"GPU-aaaa": (GpuProcess(os.getpid(), 1),), "GPU-bbbb": ()})
+    await watched.owner.look()
+    at, foreign = watched.owner._gpus_seen
+    assert seen[-1].foreign == foreign == {"GPU-aaaa": True, "GPU-bbbb": False}
+    watched.owner._gpus_seen = (at - STALE_S, foreign)
+    await watched.owner.look()
+    assert seen[-1].foreign == {}
+
+
+async def test_only_what_the_policy_asks_for_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, looks = Watched(tmp_path, lender()), list[str]()
+    monkeypatch.setattr(watched.owner.console, "look", lambda *given: looks.append("keyboard"))
+    monkeypatch.setattr(watched.owner._load, "look", lambda *given: looks.append("load"))
+    await watched.owner.look()
+    assert looks == []
+    watched.path.write_text("[keyboard]\nwatch = 'all'\n[load]\nabove = 2\n")
+    await watched.owner.look()
+    assert looks == ["keyboard", "load"], watched.problems
 
 
 def test_warnings_name_what_prevents_lending(tmp_path: Path) -> None:
