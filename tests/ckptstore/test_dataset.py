@@ -478,6 +478,17 @@ def test_tree_that_was_being_made_at_a_crash_is_removed(store: DataSets) -> None
     assert list(store.trees.iterdir()) == []
 
 
+def test_damaged_table_of_members_is_made_anew(store: DataSets, source: Path) -> None:
+    added = Adder(store).add(source)
+    store.publish(ID, b"sealed", added.root)
+    store.close()
+    (store.root / "members.sqlite").write_bytes(b"no database" * 1000)
+    again = DataSets(store.root)
+    assert again.known() == {} and again.held() == [ID]
+    again.enter(ID, added.root)
+    assert again.known()[ID].bytes == added.chunk_bytes
+
+
 def test_page_that_many_pages_name_is_walked_once(store: DataSets) -> None:
     link = unfolding(store, 3, 200)
     assert 10_000_000 < link.entries < MAX_ENTRIES

@@ -259,6 +259,13 @@ def manifest(**changed: object) -> Manifest:
         ({"entries": MAX_FILES + 1}, "at most"),
         ({"ids": bytes(range(32)) * (MAX_CHUNKS + 1), "lengths": (1,) * (MAX_CHUNKS + 1)}, "at most"),
         ({"version": 1}, "upgrade"),
+        ({"job": b"short"}, "job"),
+        ({"config": -1}, "config"),
+        ({"term": -1}, "term"),
+        ({"seq": -1}, "seq"),
+        ({"parent": b"short"}, "parent"),
+        ({"user": "u" * 256}, "user"),
+        ({"entries": -1}, "size"),
     ],
 )
 def test_invalid_manifests_are_refused(changed: dict[str, object], words: str) -> None:

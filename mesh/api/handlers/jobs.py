@@ -233,7 +233,6 @@ class JobHandlers:
         wanted = target.node_id if target is not None else None
         now_ms = time.time_ns() // 1_000_000
         request = attempt_request(status.job, spec, last.number + 1, status.attempts, now_ms, wanted, status.commit)
-        request = msgspec.structs.replace(request, avoid=(*request.avoid, status.runner))
         view = self._jobs.mesh_view
         ranking = view.hierarchy().rank(request, view.adverts())
         others = [candidate for candidate in ranking.candidates if candidate.node != status.runner]
