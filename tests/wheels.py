@@ -26,7 +26,8 @@ def make_wheel(directory: Path, version: str = "1.0", filler: int = 0) -> Path:
     """Make a wheel of tinypkg with `filler` bytes that do not compress."""
     info = f"tinypkg-{version}.dist-info"
     files = {
-        "tinypkg/__init__.py": f"VERSION = {version!r}\n".encode(),
+        "tinypkg/__init__.py": f"VERSION = {version!r}\n\n\ndef show():\n    print(VERSION)\n".encode(),
+        f"{info}/entry_points.txt": b"[console_scripts]\ntiny = tinypkg:show\n",
         "tinypkg/filler": b"".join(hashlib.sha256(b"%d" % part).digest() for part in range(filler // 32)),
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tinypkg\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

@@ -18,6 +18,7 @@ from mesh.execution.session import Session
 from mesh.rpc.frames import Order
 from placement.advert import WHOLE, Portion, SystemCheckpoints
 
+INSIDE = "/mesh/env"  # where a container sees its environment
 NO_GPUS = "void"  # to NVIDIA's container runtime
 NO_DUMPS = SystemCheckpoints(problem="a plain process has none", gpu_problem="a plain process has none")
 
@@ -65,8 +66,9 @@ class Launch(msgspec.Struct, frozen=True):
     `gpu_share_limit` per cent of the time and `vram_limit_mib` of the memory (0: no more than its portions). `pids` limits its
     processes and threads; `shm_mib` limits its /dev/shm, which counts as its memory; `disk_bps` limits the bytes per second that
     it reads from, and those that it writes to, the disk of its directories. `environment`: a Python environment that the guest
-    may read. `until`: see `Guest.allow_until`. `wanted` is called now and then while the start waits; the start is given up when
-    it returns false. `say` reports a text and its topic to the user while the guest runs. `data`: what it may read and not write.
+    may read; a container sees it at `INSIDE`. `until`: see `Guest.allow_until`. `wanted` is called now and then while the start
+    waits; the start is given up when it returns false. `say` reports a text and its topic to the user while the guest runs.
+    `data`: what it may read and not write.
     `proxy`: takes a socket that listens on the guest's loopback (`guest_network`), from any thread, before the guest's first
     program runs; the guest then has no other network.
     """

@@ -51,9 +51,11 @@ from mesh.execution.control_files import put_file, read_file
 from mesh.execution.engine import BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch
 from mesh.execution.notice import give_notice
+from mesh.jobs import image_python
 from mesh.jobs.array_batch import command_of
 from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.environments import Environments
+from mesh.jobs.image_python import ImagePython
 from mesh.jobs.logs import snapshot_logs
 from mesh.model.environment import EnvironmentRefused
 from mesh.model.record import Commit, JobRecord
@@ -294,7 +296,7 @@ class Attempt:
             self.preparing = ""
             image_id = await self._image()
             await self._bring_data()
-            await self._make_environment()
+            await self._make_environment(image_id)
         except (FetchError, NoKey, StoreError, OSError) as error:
             await asyncio.to_thread(trees.remove, self.base)
             await self._report(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
@@ -408,16 +410,27 @@ class Attempt:
             self._note(f"image {self.spec.image} came in {time.monotonic() - begun:.1f} s", "prepared")
         return found
 
-    async def _make_environment(self) -> None:
+    async def _make_environment(self, image_id: str | None) -> None:
         """Have the Python environment of the job made, unless it is here."""
         if self.spec.uv is None:
             return
         begun, making = time.monotonic(), self._brings("environment")
-        ready = self._environments.ready(self.spec.user_key, self.spec.uv, self.base / "work", making)
+        inside = None
+        if self.engine.own_root:
+            asked = self._environments.python_of(image_id, lambda: self._ask_image(image_id))
+            inside = await self._fetched(asked, "Python")
+        ready = self._environments.ready(self.spec.user_key, self.spec.uv, self.base / "work", making, inside)
         self._environment = await self._fetched(ready, "environment")
         if self.preparing:
             self._note(f"its environment was made in {time.monotonic() - begun:.1f} s", "prepared")
         self.preparing = ""
+
+    async def _ask_image(self, image_id: str | None) -> ImagePython:
+        place, image = self.base / "python", self.spec.image or ""
+        try:
+            return await image_python.ask(self.engine, place, image, image_id, format_job(self.job), self._nick)
+        finally:
+            await asyncio.to_thread(trees.remove, place)
 
     async def _fetched(self, work: Awaitable[T], what: str) -> T:
         """Wait for something that is needed before the start; Abandoned if it is not wanted any more."""

@@ -1,5 +1,8 @@
 """Environments: the Python environments of jobs on this node, built by uv once for each lock, platform and Python.
 
+The Python is one of this machine, or that of the job's image. uv cannot start the latter: it installs wheels for it below an
+environment that is laid out here as `venv` does, and that containers see at `INSIDE`.
+
 environments/<user>/<key>-<build>/env   an environment; `complete` beside it is written last, so one without it is removed
 environments/<user>/cache               uv's cache of this user's packages
 
@@ -17,17 +20,20 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from membership.durable import write_durably
 from mesh.execution.control_files import read_file
 from mesh.execution.disk_usage import BLOCK
+from mesh.execution.engine import INSIDE
+from mesh.jobs.image_python import ImagePython
 from mesh.model.environment import MOST_LOCK_BYTES, EnvironmentRefused, UvProject, packages_of, python_of
 from mesh.util import trees
 from mesh.util.byte_text import amount
@@ -37,10 +43,14 @@ MARK, ENV, CACHE, INDEX = "complete", "env", "cache", "index"
 ASK_S, BUILD_S = 60.0, 1800.0  # for uv to read a lock, and to fetch and install it (own choice)
 LOOK_S = 2.0  # between looks at the size of what is built (own choice)
 MOST_TEXT = 1 << 16  # of uv's messages
-REMEMBERED = 8  # locks (own choice); the largest have 16 MiB with their project
+REMEMBERED = 8  # locks, and Pythons (own choice); the largest locks have 16 MiB with their project
+SCRIPT_HEAD = 4096  # of a program: where it names its interpreter
 QUIET = ("--no-config", "--no-python-downloads", "--no-progress", "--color", "never")
 PASSED = ("PATH", "HOME", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 NO_UV = "uv is not installed on this node: its owner can run `pip install uv`, or see https://docs.astral.sh/uv"
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +59,16 @@ class NoEnvironment(OSError):
     """This node cannot make the environment; another one may."""
 
 
-class Resolved(NamedTuple):
-    """A lock's packages, and this node's Python for it."""
+class OwnPython(NamedTuple):
+    """A Python of this machine."""
 
-    packages: list[str]
-    python: Path
+    path: Path
     version: str
     stamp: tuple[int, ...]
+
+    @property
+    def identity(self) -> str:
+        return f"{self.path.resolve()}\0{self.version}"
 
 
 class Environments:
@@ -65,25 +78,42 @@ class Environments:
         self._directory, self._index, self._quota = directory, index, quota_bytes
         self._building = asyncio.Lock()  # one at a time: it takes the disk and the network
         self._used = Counter[Path]()
-        self._resolved: dict[tuple[bool, str, str], Resolved] = {}  # uv needs half a second to find a Python
+        self._packages = Remembered[tuple[bool, str, str], list[str]]()
+        self._pythons = Remembered[
+            str, OwnPython
+        ]()  # by the versions that are wanted; uv needs half a second to find one
+        self._of_images = Remembered[str, ImagePython]()  # by the engine's id of the image
 
-    async def ready(self, user_key: bytes, project: UvProject, work: Path, say: Callable[[str], None]) -> Path:
-        """Return the job's environment once it is here; `release` ends its use.
+    async def python_of(self, image_id: str | None, ask: Callable[[], Awaitable[ImagePython]]) -> ImagePython:
+        """Return the Python of an image, which is asked once."""
+        found = self._of_images.get(image_id) if image_id is not None else None
+        if found is None:
+            found = await ask()
+        if image_id is not None:
+            self._of_images.keep(image_id, found)
+        return found
+
+    async def ready(
+        self,
+        user_key: bytes,
+        project: UvProject,
+        work: Path,
+        say: Callable[[str], None],
+        inside: ImagePython | None = None,
+    ) -> Path:
+        """Return the job's environment once it is here, for the Python of its image if it has one; `release` ends its use.
 
         NoEnvironment if this node cannot make it, EnvironmentRefused if none can.
         """
         source = await asyncio.to_thread(_read, work, project.source, project)
         lock = await asyncio.to_thread(_read, work, project.lock, project)
-        files = (bool(project.script), source, lock)
-        found = self._resolved.pop(files, None)  # again as the newest
-        if found is None or found.stamp != _stamp(found.python):  # Python was upgraded
-            found = await self._resolve(*files)
-        self._resolved[files] = found
-        while len(self._resolved) > REMEMBERED:
-            del self._resolved[next(iter(self._resolved))]
-        packages, python = found.packages, found.python
+        packages = await self._packages_of(bool(project.script), source, lock)
+        wanted = python_of(lock)
+        if inside is not None:
+            inside.check(wanted)
+        python = inside or await self._own_python(wanted)
         user = self._directory / blake2b(user_key, digest_size=8).hexdigest()
-        asked = "\0".join([*packages, str(python.resolve()), found.version, os.uname().machine])
+        asked = "\0".join([*packages, python.identity, os.uname().machine])
         key = blake2b(asked.encode(), digest_size=16).hexdigest()
         place = self._found(user, key)
         if place is None:
@@ -110,37 +140,58 @@ class Environments:
             if not (place / MARK).exists():
                 trees.remove(place)
 
-    async def _resolve(self, script: bool, source: str, lock: str) -> Resolved:
-        """Return what uv says of these files, which it reads in a directory of their own."""
-        copied = UvProject("script.py" if script else "")  # its own name could be read as an option
-        with tempfile.TemporaryDirectory(prefix="mesh-uv-") as scratch:
-            (Path(scratch) / copied.source).write_text(source)
-            (Path(scratch) / copied.lock).write_text(lock)
-            which = ["--script", copied.script] if script else ["--no-emit-project"]
-            order = ["export", "--frozen", "--offline", "--no-header", "--no-annotate", "--format", "requirements-txt"]
-            exported = await self._uv([*order, *which], ASK_S, scratch)
-            find = ["python", "find", "--offline", "--no-project", python_of(lock)]
-            python = Path((await self._uv(find, ASK_S, scratch)).strip())
-        version = await self._ran([str(python), "-I", "-c", "import sys; print(sys.version, sys.platform)"], ASK_S)
-        return Resolved(packages_of(exported), python, version, _stamp(python))
+    async def _packages_of(self, script: bool, source: str, lock: str) -> list[str]:
+        """Return the packages of a lock by uv, which reads these files in a directory of their own."""
+        found = self._packages.get((script, source, lock))
+        if found is None:
+            copied = UvProject("script.py" if script else "")  # its own name could be read as an option
+            with tempfile.TemporaryDirectory(prefix="mesh-uv-") as scratch:
+                (Path(scratch) / copied.source).write_text(source)
+                (Path(scratch) / copied.lock).write_text(lock)
+                which = ["--script", copied.script] if script else ["--no-emit-project"]
+                order = ["export", "--frozen", "--offline", "--no-header", "--no-annotate"]
+                exported = await self._uv([*order, "--format", "requirements-txt", *which], ASK_S, scratch)
+            found = packages_of(exported)
+        self._packages.keep((script, source, lock), found)
+        return found
 
-    async def _build(self, place: Path, packages: Sequence[str], python: Path) -> None:
+    async def _own_python(self, wanted: str) -> OwnPython:
+        """Return a Python of this machine of one of these versions."""
+        found = self._pythons.get(wanted)
+        if found is None or found.stamp != _stamp(found.path):  # it was upgraded
+            path = Path((await self._uv(["python", "find", "--offline", "--no-project", wanted], ASK_S, "/")).strip())
+            version = await self._ran([str(path), "-I", "-c", "import sys; print(sys.version, sys.platform)"], ASK_S)
+            found = OwnPython(path, version, _stamp(path))
+        self._pythons.keep(wanted, found)
+        return found
+
+    async def _build(self, place: Path, packages: Sequence[str], python: OwnPython | ImagePython) -> None:
         await asyncio.to_thread(trees.remove, place)
+        env = place / ENV
         try:
             await self._make_room()
             await asyncio.to_thread(place.mkdir, 0o700, parents=True)
-            target = ["--offline", "--no-project", "--python", str(python), str(place / ENV)]
-            await self._uv(["venv", *target], ASK_S, str(place))
+            if isinstance(python, OwnPython):
+                await self._uv(
+                    ["venv", "--offline", "--no-project", "--python", str(python.path), str(env)], ASK_S, str(place)
+                )
+                there = ["--python", str(env / "bin" / "python")]
+            else:
+                site = await asyncio.to_thread(_lay_out, env, python)
+                there = ["--python", sys.executable, "--target", str(site)]
+                there += ["--python-version", python.version, "--python-platform", python.platform]
             if packages:
                 listed = place / "packages.txt"
                 listed.write_text("\n".join(packages) + "\n")
                 order = ["pip", "install", "--no-deps", "--require-hashes", "--no-build", "--requirements", str(listed)]
-                order += ["--python", str(place / ENV / "bin" / "python"), "--cache-dir", str(place.parent / CACHE)]
+                order += [*there, "--cache-dir", str(place.parent / CACHE)]
                 known = place.parent / INDEX
                 source = await asyncio.to_thread(self._source, known)
                 await self._uv([*order, *source], BUILD_S, str(place), bounded=True)
                 if self._index.startswith("http"):
                     await asyncio.to_thread(write_durably, known, self._index.encode())
+            if isinstance(python, ImagePython):
+                await asyncio.to_thread(_place_scripts, env, site)
             await asyncio.to_thread(_sync, place)
             await asyncio.to_thread(write_durably, place / MARK, b"")
         except BaseException:
@@ -236,6 +287,46 @@ class Environments:
     def _hint(self, bounded: bool) -> str:
         hint = "; its owner allows no index here (uv_index in config.toml)"
         return hint if bounded and not self._index else ""
+
+
+class Remembered(dict[K, V]):
+    """The values that were kept last, `REMEMBERED` of them."""
+
+    def keep(self, key: K, value: V) -> None:
+        self.pop(key, None)  # again as the newest
+        self[key] = value
+        while len(self) > REMEMBERED:
+            del self[next(iter(self))]
+
+
+def _lay_out(env: Path, python: ImagePython) -> Path:
+    """Make an empty environment as `venv` does, for the Python of an image; return where its packages go."""
+    (env / "bin").mkdir(parents=True)
+    site = env / "lib" / python.name / "site-packages"
+    site.mkdir(parents=True)
+    (env / "lib64").symlink_to("lib")  # some distributions look there
+    for name in ("python", "python3", python.name):
+        (env / "bin" / name).symlink_to(python.path)
+    home = python.path.rpartition("/")[0]
+    (env / "pyvenv.cfg").write_text(
+        f"home = {home}\ninclude-system-site-packages = false\nversion = {python.version}\n"
+    )
+    return site
+
+
+def _place_scripts(env: Path, site: Path) -> None:
+    """Move the programs of packages to the environment's own, and have them start the Python that a container sees."""
+    for path in (site / "bin").glob("*"):
+        mode, place = path.lstat().st_mode, env / "bin" / path.name
+        if not stat.S_ISREG(mode) or not mode & stat.S_IXUSR or os.path.lexists(place):
+            continue
+        data = path.read_bytes()
+        head = data[:SCRIPT_HEAD].replace(sys.executable.encode(), f"{INSIDE}/bin/python".encode(), 1)
+        path.unlink()  # it may be a link into the cache
+        place.write_bytes((head if data.startswith(b"#!") else data[:SCRIPT_HEAD]) + data[SCRIPT_HEAD:])
+        place.chmod(0o755)
+    with suppress(OSError):
+        (site / "bin").rmdir()
 
 
 def _stamp(python: Path) -> tuple[int, ...]:

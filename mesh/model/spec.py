@@ -399,8 +399,8 @@ def check_spec(spec: JobSpec) -> None:
             check_project(spec.uv)
     except (SecretError, EnvironmentRefused) as error:
         raise SpecError(str(error)) from error
-    if spec.uv is not None and (spec.image is not None or spec.engine not in {None, "process"}):
-        raise SpecError("an environment by uv is for a plain process: install it in the image, or leave out --uv")
+    if spec.uv is not None and spec.saves_from_outside:
+        raise SpecError("a system checkpoint saves no environment: leave out --uv, or choose another --ckpt-mode")
     if not 0 <= spec.grace_s <= 86_400:
         raise SpecError("grace must be 0 to 86400 seconds")
     if spec.checkpointing is not None:

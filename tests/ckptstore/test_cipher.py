@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +24,19 @@ SECRET = b"the weights of a model that nobody may see. "
 def sealed(data: bytes, cipher: StateCipher = CIPHER, codec: int = RAW) -> tuple[ObjectHeader, bytes]:
     header, stored = wrap(chunk_name(data, cipher), encode(data, Encoding(codec)), len(data), codec, 0, None, cipher)
     return header, bytes(stored)
+
+
+def test_each_use_of_a_key_has_a_key_of_its_own() -> None:
+    """The nonce and the tag of AES-GCM are those of RFC 5116; the key is derived as the format says (BLAKE3, derive_key)."""
+    key = b"k" * 32
+    cipher, message = StateCipher(key), b"a message"
+    derived = blake3(key, derive_key_context="campus-mesh 2026-11 bytes of chunks").digest()
+    encrypted = cipher.encrypt(b"purpose", message)
+    assert AESGCM(derived).decrypt(encrypted[:12], encrypted[12:], b"purpose") == message
+    assert cipher.encrypt(b"purpose", message)[:12] != encrypted[:12], "a nonce is used once"
+    assert cipher.decrypt(b"purpose", encrypted) == message
+    with pytest.raises(ValueError, match="another key, or damaged"):
+        cipher.decrypt(b"another purpose", encrypted)
 
 
 def test_encrypted_store_holds_no_plaintext(tmp_path: Path) -> None:

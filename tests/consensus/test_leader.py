@@ -590,6 +590,20 @@ def test_only_the_witnesses_retire_a_leader_or_raise_its_term() -> None:
     assert leader.state == "retired", "a witness knows a newer group"
 
 
+def test_refusal_of_an_earlier_term_changes_nothing() -> None:
+    leader = make_leader()
+    leader.observe(make_view(A, (A, B, C)), at(0.0))
+    leader.act(at(60.0))
+    assert leader.state == "asking"
+    late = Refused(JOB, leader._term - 1, DISK, 0, 0, None, 5.0, needs_spec=False, finished=False)
+    for witness in (B, C):
+        assert leader.handle(witness, late, at(60.0)) == [] and leader.state == "asking"
+    asked = msgspec.structs.replace(late, term=leader._term)
+    leader.handle(B, asked, at(60.0))
+    leader.handle(C, asked, at(60.0))
+    assert leader.state == "watching", "two of three say that a lease runs"
+
+
 def test_replaced_witness_does_not_retire_a_leader() -> None:
     """Regression: a witness that had been replaced ended the only leader of a waiting job by naming a newer group."""
     leader = make_leader()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mesh.daemon.stack import Stack
-from tests.e2e.commands import mesh, ok, read
+from tests.container_images import busybox_image, python_image
+from tests.e2e.commands import finished, job_state, mesh, ok, read, until
 from tests.wheels import index
 
 pytestmark = pytest.mark.e2e
@@ -51,19 +52,87 @@ def test_orders_that_cannot_be_met_say_what_to_do(shared: Stack, tmp_path: Path)
     assert "has no train.py.lock: `uv lock --script train.py` makes it" in refused("--", "train.py")
 
 
-def test_second_start_is_as_fast_as_that_of_an_empty_job(make_stack: MakeStack, tmp_path: Path) -> None:
-    """Warm within 1 s of an empty job, by the attempts' own times; the figures are printed."""
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.docker)], ids=["process", "image"])
+def test_second_start_is_as_fast_as_that_of_an_empty_job(make_stack: MakeStack, tmp_path: Path, inside: bool) -> None:
+    """Warm within 1 s of an empty job, as the user sees it; the figures are printed."""
     with index(tmp_path / "index") as served:
         work = served.project(tmp_path / "work")
-        stack = make_stack(1, uv_index=served.address)
+        stack = make_stack(1, uv_index=served.address, engines=["process", "docker"] if inside else ["process"])
         user = stack.nodes[0]
+        image = ("--image", python_image()) if inside else ()
 
         def took(*options: str) -> float:
             begun = time.monotonic()
-            ok(user, "run", *options, "--", "true", cwd=work)
+            ok(user, "run", *options, *image, "--", "python3", "-V", cwd=work)
             return time.monotonic() - begun
 
+        until(lambda: mesh(user, "run", *image, "--", "python3", "-V", cwd=work).returncode == 0, "a first job to run")
         cold = took("--uv")
         warm, empty = (min(took(*options) for _ in range(3)) for options in (("--uv",), ()))
         print(f"cold {cold:.2f} s, warm {warm:.2f} s, without an environment {empty:.2f} s")
         assert warm < empty + 1.0
+
+
+WAITS = """
+import os, pathlib, subprocess, sys, time
+import tinypkg
+print(tinypkg.VERSION, tinypkg.__file__, subprocess.check_output(["tiny"], text=True).strip(), flush=True)
+print("PATH", os.environ["PATH"], flush=True)
+try:
+    pathlib.Path(tinypkg.__file__).write_text("")
+except OSError as error:
+    print(error.strerror, flush=True)
+saved = pathlib.Path(os.environ["MESH_CKPT_DIR"], "step")
+print("resumed", saved.exists(), flush=True)
+done = saved.exists()
+saved.write_text("1")
+while not done:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.docker
+def test_environment_for_an_image_moves_with_its_job(make_stack: MakeStack, tmp_path: Path) -> None:
+    """The host leaves; the next node makes its own environment for the Python of the same image."""
+    image = python_image()
+    with index(tmp_path / "index") as served:
+        work = served.project(tmp_path / "work")
+        (work / "train.py").write_text(WAITS)
+        stack = make_stack(3, uv_index=served.address, engines=["process", "docker"])
+        user = stack.nodes[0]
+        until(
+            lambda: mesh(user, "run", "--no-workdir", "--image", image, "--", "python3", "-V").returncode == 0,
+            "the image to be known",
+        )
+        options = ("--uv", "--image", image, "--ckpt", "ckpts", "--ckpt-mode", "rename")
+        job = ok(user, "submit", *options, "--", "python", "train.py", cwd=work).strip()
+        state = until(lambda: (s := job_state(user, job)).get("checkpoint") and s, "a checkpoint")
+        host = stack.node(state["node"])
+        asked = next(node for node in stack.nodes if node is not host)
+        ok(host, "down")
+        finished(asked, job)
+        shown = ok(asked, "logs", job)
+        inside = "/mesh/env/lib/"
+        assert shown.count(f"1.0 {inside}") == 2 and "Read-only file system" in shown
+        assert "PATH /mesh/env/bin:/usr/local/bin:/only/here" in shown
+        assert "resumed False" in shown and "resumed True" in shown
+        assert shown.count("its environment was made in") == 0
+        assert ok(asked, "job", "events", job).count("its environment was made in") == 2
+
+
+@pytest.mark.docker
+def test_image_without_python_says_what_to_do(make_stack: MakeStack, tmp_path: Path) -> None:
+    image = busybox_image()
+    with index(tmp_path / "index") as served:
+        work = served.project(tmp_path / "work")
+        stack = make_stack(1, uv_index=served.address, engines=["process", "docker"])
+        user = stack.nodes[0]
+        until(
+            lambda: mesh(user, "run", "--no-workdir", "--image", image, "--", "true").returncode == 0,
+            "the image to be known",
+        )
+        done = mesh(user, "run", "--uv", "--image", image, "--", "python", "train.py", cwd=work)
+        assert done.returncode != 0 and "has no python3 for an environment" in done.stdout + done.stderr
+        system = ("--image", image, "--ckpt-mode", "system")
+        refused = mesh(user, "submit", "--uv", *system, "--", "python", "train.py", cwd=work)
+        assert refused.returncode != 0 and "leave out --uv" in refused.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mesh.execution.docker.engine import DockerEngine
-from mesh.execution.engine import BadImage
+from mesh.execution.engine import BadCommand, BadImage
 from mesh.execution.guest_registry import GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, open_switch
 from mesh.network.egress import policy_of
@@ -64,6 +64,19 @@ async def test_podman_guest_has_contract_and_few_rights(bench: Bench) -> None:
     assert int(shm[1]) == 32 << 10
     with pytest.raises(BadImage):
         await bench.start("true", image="no/such:image")
+
+
+async def test_podman_names_a_program_that_the_image_lacks(bench: Bench) -> None:
+    """Podman looks for it when its output is attached to; to try again elsewhere would not help."""
+    with pytest.raises(BadCommand, match="'no-such-command' cannot run in image") as failed:
+        await bench.start("no-such-command")
+    assert failed.value.exit_code == 127
+
+
+async def test_podman_guest_reads_its_environment_alone(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "env").mkdir()
+    text = await bench.output("echo $PATH; touch $VIRTUAL_ENV/new && echo written", environment=str(tmp_path / "env"))
+    assert text.startswith("/mesh/env/bin:") and "written" not in text and not list((tmp_path / "env").iterdir())
 
 
 async def test_podman_guest_gets_notice(bench: Bench) -> None:

@@ -60,6 +60,19 @@ async def test_guest_writes_and_node_reads_its_directories(bench: Bench) -> None
         assert (bench.root / name / "file").read_text() == "it\n"
 
 
+async def test_programs_of_an_environment_come_first(bench: Bench, tmp_path: Path) -> None:
+    tool = tmp_path / "env" / "bin" / "tool"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/sh\necho tool of $VIRTUAL_ENV\n")
+    tool.chmod(0o755)
+    script = "tool; echo $PATH; touch $VIRTUAL_ENV/new && echo written"
+    text = await bench.output(script, environment=str(tmp_path / "env"))
+    base = "/mesh/env" if bench.image else str(tmp_path / "env")
+    assert f"tool of {base}\n" in text and f"\n{base}/bin:" in text
+    if bench.image:
+        assert "written" not in text and not (tmp_path / "env" / "new").exists()
+
+
 async def test_log_has_both_streams_completely(bench: Bench) -> None:
     logged = await bench.output("echo out; echo err >&2; printf end")
     assert logged in {"out\nerr\nend", "err\nout\nend", "out\nenderr\n"}, "each stream is complete and in order"

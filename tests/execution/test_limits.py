@@ -119,6 +119,19 @@ def test_podman_gets_gpus_by_cdi(tmp_path: Path) -> None:
     assert request["Driver"] == "cdi" and request["DeviceIDs"] == ["nvidia.com/gpu=GPU-aa"]
 
 
+def test_container_has_its_environment_first_and_cannot_write_it(tmp_path: Path) -> None:
+    launch = Bench(ProcessEngine(), tmp_path, "image").launch("python", environment="/made/env")
+    bare = arguments(LAUNCH, "node", "none", Traits())
+    assert bare["mounts"] == [] and not {"PATH", "VIRTUAL_ENV"} & set(bare["environment"])
+    chosen = arguments(launch, "node", "none", Traits(), "/opt/bin:/bin")
+    (mount,) = chosen["mounts"]
+    assert (mount["Source"], mount["Target"], mount["ReadOnly"]) == ("/made/env", "/mesh/env", True)
+    assert chosen["environment"]["PATH"] == "/mesh/env/bin:/opt/bin:/bin"
+    assert chosen["environment"]["VIRTUAL_ENV"] == "/mesh/env"
+    own = msgspec.structs.replace(launch, env={"PATH": "/mine"})
+    assert arguments(own, "node", "none", Traits())["environment"]["PATH"] == "/mesh/env/bin:/mine"
+
+
 def test_unlisted_gpu_is_missing() -> None:
     told = "GPU 0: NVIDIA H200 (UUID: GPU-aa)\n  MIG 1g.18gb Device 0: (UUID: MIG-bb)\n"
     assert missing(told, ("GPU-aa", "MIG-bb")) == () and missing(told, ("GPU-aa", "GPU-cc")) == ("GPU-cc",)

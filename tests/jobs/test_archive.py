@@ -1,9 +1,11 @@
 """Archive: old jobs leave memory, are found by id, name or prefix, and never restart."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
 from mesh.consensus.effects import Send, WitnessRecord
@@ -15,7 +17,7 @@ from mesh.jobs import archive as past_module
 from mesh.jobs.archive import Archive
 from mesh.jobs.job_table import OWN, JobTable
 from mesh.jobs.status_gossip import ENDED_TOLD_S
-from mesh.journal import Journal
+from mesh.journal import ArchivedJob, Journal
 from mesh.model.record import Attempt, Config, JobRecord, Outcome
 from mesh.model.spec import ArrayPlace, JobSpec, format_job
 from tests.consensus.worlds import DISK, SPEC_BYTES, A, B, C, at, make_spec, voters
@@ -112,6 +114,56 @@ async def test_archive_leaves_the_newest_jobs_in_memory_whatever_their_age(node:
         await node.has(number(count))
     await node.archive.archive_old((), NOW)
     assert node.archive.count == 0
+
+
+async def test_job_whose_end_is_not_certain_stays(node: Node, journal: Journal) -> None:
+    for count in range(4):
+        await node.has(number(count), LONG_AGO + count)
+    witness = node.participant.witnesses[number(0)]
+    witness.witness_record = msgspec.structs.replace(witness.witness_record, final=False)
+    await node.archive.archive_old((), NOW)
+    assert node.participant.archived == {number(1), number(2)}
+
+
+async def test_array_waits_for_each_of_its_jobs(node: Node) -> None:
+    array = b"a" * 16
+    for place in range(4):
+        await node.has(number(place), LONG_AGO, array=ArrayPlace(array, place + 1, place, 4))
+    await node.archive.archive_old({number(2)}, NOW)
+    assert node.archive.count == 0, "one of them is busy here"
+    await node.archive.archive_old((), NOW)
+    assert node.archive.count == 4
+
+
+async def test_job_that_is_asked_for_while_it_is_archived_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in range(3):
+        await node.has(number(count), LONG_AGO + count)
+    write = node.journal.archive
+
+    async def asked_meanwhile(jobs: list[ArchivedJob]) -> None:
+        await write(jobs)
+        node.archive._taken_out[number(0)] = 0.0
+
+    monkeypatch.setattr(node.journal, "archive", asked_meanwhile)
+    await node.archive.archive_old((), NOW)
+    assert number(0) in node.participant.witnesses and not node.left
+
+
+async def test_job_that_two_ask_for_is_loaded_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in range(3):
+        await node.has(number(count), LONG_AGO + count)
+    await node.archive.archive_old((), NOW)
+    loaded: list[list[bytes]] = []
+    take_up = node.archive._restore_records
+
+    async def slowly(records: Sequence[WitnessRecord]) -> None:
+        await asyncio.sleep(0)
+        loaded.append([record.job for record in records])
+        await take_up(records)
+
+    monkeypatch.setattr(node.archive, "_restore_records", slowly)
+    await asyncio.gather(*(node.archive.take_out([number(0)]) for _ in range(3)))
+    assert [jobs for jobs in loaded if jobs] == [[number(0)]]
 
 
 async def test_array_is_archived_as_a_whole_once_every_job_is_over(node: Node) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from ckptstore.bandwidth import Bandwidth
+from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.reports import VacateWanted
 from mesh.jobs.departure_planner import DeparturePlanner
-from tests.consensus.worlds import JOB
+from mesh.model.record import JobRecord
+from placement.request import Request
+from tests.consensus.worlds import JOB, A, B, C, make_advert, make_spec, make_view
 
 
 def test_failing_plan_keeps_no_notice_from_a_guest(caplog: pytest.LogCaptureFixture) -> None:
@@ -21,3 +24,79 @@ def test_failing_plan_keeps_no_notice_from_a_guest(caplog: pytest.LogCaptureFixt
     planner = DeparturePlanner(participant, {}, Bandwidth(), none, mesh_view, none, none, none)
     assert planner.notices([JOB], 30.0, "the owner") == {JOB: VacateWanted(30.0, "the owner", None)}
     assert "each goes to its standby" in caplog.text
+
+
+def runner(job: bytes = JOB, nodes: int = 1) -> Any:
+    request = Request(job=job, attempt=1, user="ada")
+    return SimpleNamespace(
+        term=3,
+        spec=make_spec(most_nodes=nodes),
+        record=JobRecord(),
+        next_placement=SimpleNamespace(standby=B, request=lambda record, at: request),
+    )
+
+
+ATTEMPT: Any = SimpleNamespace(
+    writer=SimpleNamespace(last_save=None, state_bytes=None),
+    lost=lambda: SimpleNamespace(seconds=5.0),
+    save_schedule=SimpleNamespace(next=None),
+)
+
+
+class World:
+    """A planner of a node A with some guests, and nodes B and C, where one slot each is free."""
+
+    def __init__(self, *jobs: bytes) -> None:
+        self.runners = {job: runner(job) for job in jobs}
+        self.notes: list[tuple[Any, ...]] = []
+        view = make_view(A, (A, B, C), adverts=[make_advert(node, slots=1, slots_free=1) for node in (B, C)])
+        participant: Any = SimpleNamespace(runners=self.runners)
+        sync: Any = SimpleNamespace(holders=lambda job, commit: frozenset())
+        mesh_view: Any = SimpleNamespace(look=lambda: view)
+        membership: Any = SimpleNamespace(members=list)
+
+        def note(*given: Any, **more: Any) -> None:
+            self.notes.append(given)
+
+        self.planner = DeparturePlanner(
+            participant,
+            dict.fromkeys(jobs, ATTEMPT),
+            Bandwidth(),
+            sync,
+            mesh_view,
+            membership,
+            lambda job: ReplicaPolicy(0, 0, ()),
+            note,
+        )
+
+    def place(self, job: bytes) -> bytes | None:
+        found = self.planner.of(job)
+        return None if found is None else found.place
+
+
+def test_destination_is_chosen_once_and_for_one_attempt() -> None:
+    world = World(JOB)
+    world.planner.settle([JOB], 30.0)
+    first = world.place(JOB)
+    assert first in {B, C} and len(world.notes) == 1
+    world.planner.settle([JOB], 30.0)
+    assert world.place(JOB) == first and len(world.notes) == 1, "the user is told once"
+    world.runners[JOB].term += 1
+    assert world.place(JOB) is None, "it was chosen for an earlier attempt"
+    world.planner.settle([JOB], 30.0)
+    assert world.place(JOB) is not None and len(world.notes) == 2
+
+
+def test_jobs_that_leave_one_after_another_do_not_share_a_slot() -> None:
+    first, second = b"1" * 16, b"2" * 16
+    world = World(first, second)
+    world.planner.settle([first], 30.0)
+    world.planner.settle([second], 30.0)
+    assert {world.place(first), world.place(second)} == {B, C}
+
+
+def test_gang_has_no_destination() -> None:
+    world = World(JOB)
+    world.runners[JOB] = runner(nodes=2)
+    world.planner.settle([JOB], 30.0)
+    assert world.place(JOB) is None and not world.notes

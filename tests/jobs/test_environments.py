@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from mesh.jobs import environments as module
 from mesh.jobs.environments import MARK, Environments, NoEnvironment, find_uv
+from mesh.jobs.image_python import ImagePython
 from mesh.model.environment import MOST_PACKAGES, EnvironmentRefused, UvProject, packages_of, python_of
-from mesh.model.spec import SpecError, encode_spec
+from mesh.model.spec import Checkpointing, SpecError, encode_spec
 from tests.consensus.worlds import make_spec
 from tests.wheels import Index, index, make_wheel
 
@@ -193,8 +195,9 @@ def test_script_is_inside_the_working_directory() -> None:
     for script in ("/etc/x.py", "../x.py", "a//b.py", "x" * 1001):
         with pytest.raises(SpecError, match="plain path inside"):
             encode_spec(make_spec(uv=UvProject(script)))
+    assert encode_spec(make_spec(uv=UvProject(), image="train"))
     with pytest.raises(SpecError, match="leave out --uv"):
-        encode_spec(make_spec(uv=UvProject(), image="train"))
+        encode_spec(make_spec(uv=UvProject(), image="train", checkpointing=Checkpointing(mode="system")))
 
 
 async def test_error_says_how_to_get_uv(tmp_path: Path, served: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,3 +206,77 @@ async def test_error_says_how_to_get_uv(tmp_path: Path, served: Index, monkeypat
     with pytest.raises(NoEnvironment, match="pip install uv"):
         await Environments(tmp_path / "e", served.address, GIB).ready(ADA, PROJECT, work, say)
     assert find_uv() is not None
+
+
+# --- for the Python of an image
+
+HERE = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+
+
+def as_image(version: str = "", platform: str = "x86_64-manylinux_2_28") -> ImagePython:
+    """Return the Python of this machine as if an image had it."""
+    return ImagePython(HERE, version or ".".join(map(str, sys.version_info[:3])), platform)
+
+
+async def test_environment_for_an_image_is_laid_out_for_its_python(tmp_path: Path, served: Index) -> None:
+    work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+    made = Environments(root, served.address, GIB)
+    inside = await made.ready(ADA, PROJECT, work, say, as_image())
+    assert await version_in(inside) == "1.0", "by the image's own program, which is at its path here too"
+    assert (inside / "bin" / "tiny").read_text().startswith("#!/mesh/env/bin/python\n")
+    assert str((inside / "bin" / "python3").readlink()) == HERE and not list(inside.glob("lib/*/site-packages/bin"))
+    assert await made.ready(ADA, PROJECT, work, say, as_image()) == inside
+    own = await made.ready(ADA, PROJECT, work, say)
+    musl = await made.ready(ADA, PROJECT, work, say, as_image(platform="x86_64-unknown-linux-musl"))
+    assert len({own, inside, musl}) == 3, "another Python or C library has an environment of its own"
+
+
+async def test_program_of_a_package_replaces_no_python(tmp_path: Path) -> None:
+    site = module._lay_out(tmp_path / "env", as_image())
+    (site / "bin" / "package").mkdir(parents=True)
+    for name, text in (("python", "#!/bin/sh\n"), ("tool", f"#!{sys.executable}\nrun"), ("binary", "\x7fELF")):
+        (site / "bin" / name).write_text(text)
+        (site / "bin" / name).chmod(0o755)
+    (site / "bin" / "notes").write_text("no program")
+    (site / "bin" / "link").symlink_to(tmp_path)
+    module._place_scripts(tmp_path / "env", site)
+    bin_ = tmp_path / "env" / "bin"
+    assert str((bin_ / "python").readlink()) == HERE
+    assert (bin_ / "tool").read_text() == "#!/mesh/env/bin/python\nrun" and (bin_ / "binary").read_text() == "\x7fELF"
+    assert {path.name for path in (site / "bin").iterdir()} == {"package", "python", "notes", "link"}
+
+
+async def test_wheels_of_another_system_are_not_taken(tmp_path: Path, served: Index) -> None:
+    work = served.project(tmp_path / "work")
+    (wheel,) = served.wheels.glob("*.whl")
+    native = wheel.rename(wheel.with_name("tinypkg-1.0-py3-none-manylinux_2_34_x86_64.whl"))
+    (served.wheels / "index.html").write_text(f'<a href="{native.name}">{native.name}</a>')
+    made = Environments(tmp_path / "environments", served.address, GIB)
+    for platform in ("x86_64-manylinux_2_28", "x86_64-unknown-linux-musl"):
+        with pytest.raises(NoEnvironment, match="cannot be made on this node"):
+            await made.ready(ADA, PROJECT, work, say, as_image(platform=platform))
+    assert (
+        await version_in(await made.ready(ADA, PROJECT, work, say, as_image(platform="x86_64-manylinux_2_36"))) == "1.0"
+    )
+
+
+async def test_lock_for_another_python_than_the_image_has_is_refused(tmp_path: Path, served: Index) -> None:
+    work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+    with pytest.raises(EnvironmentRefused, match=r"its lock is for Python >=3.11, and its image has 3.9.2"):
+        await Environments(root, served.address, GIB).ready(ADA, PROJECT, work, say, as_image("3.9.2"))
+    assert not served.paths and not places(root)
+
+
+async def test_image_is_asked_once_and_what_is_remembered_is_bounded(tmp_path: Path) -> None:
+    made, asked = Environments(tmp_path, "", GIB), list[str]()
+
+    async def ask() -> ImagePython:
+        asked.append("")
+        return as_image()
+
+    for number in (0, 0, *range(1, module.REMEMBERED + 1), 0):
+        assert await made.python_of(f"sha256:{number}", ask) == as_image()
+    assert len(asked) == module.REMEMBERED + 2
+    for _ in range(2):
+        await made.python_of(None, ask)
+    assert len(asked) == module.REMEMBERED + 4, "an image without an id may be another one"

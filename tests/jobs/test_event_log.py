@@ -9,13 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membership.envelope import seal
+from membership.envelope import open_envelope, seal
 from membership.identity import Identity
 from membership.trust import TrustStore, found_mesh
 from mesh.consensus.messages import EventReport
 from mesh.jobs.event_log import EventLog
 from mesh.journal import Journal
-from mesh.model.events import MAX_REPORTED, REASON_CHARS, Event, EventError, Kind, decode_event, describe, encode_event
+from mesh.model.events import (
+    MAX_EVENT_BYTES,
+    MAX_REPORTED,
+    REASON_CHARS,
+    Event,
+    EventError,
+    Kind,
+    decode_event,
+    describe,
+    encode_event,
+)
 from mesh.model.record import Attempt, JobRecord
 from tests.chains import admitted
 from tests.consensus.worlds import JOB, make_witness
@@ -130,7 +140,18 @@ async def test_events_beyond_the_limit_are_refused(nodes: list[Node]) -> None:
     first, second = runner.told()
     assert len(first.events) == MAX_REPORTED and len(second.events) == 3
     assert witness.take(runner, EventReport(job=JOB, events=first.events + second.events)) == 3
+    assert len(await witness.kept()) == MAX_REPORTED
     assert all(len(event.reason) == REASON_CHARS for _, event, _ in witness.event_log.merge([first.events]))
+
+
+async def test_event_longer_than_any_of_ours_is_refused(nodes: list[Node]) -> None:
+    runner, witness, _ = nodes
+    runner.event_log.add(JOB, "state", new="running")
+    event = decode_event(open_envelope(runner.told()[0].events[0], runner.trust.mesh_id, "event")[1])
+    for size, refused in ((10, 0), (MAX_EVENT_BYTES, 1)):
+        padded = encode_event(msgspec.structs.replace(event, new="x" * size))
+        sealed = seal(runner.identity, runner.trust.mesh_id, "event", padded)
+        assert witness.take(runner, EventReport(job=JOB, events=(sealed,))) == refused
 
 
 @given(st.binary(max_size=300))

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from mesh.jobs.message_sender import BATCH_LIMIT, QUEUE_LIMIT, MessageSender, decode_batch
+from mesh.jobs.message_sender import BATCH_BYTES, BATCH_LIMIT, QUEUE_LIMIT, MessageSender, decode_batch, next_batch
 from mesh.rpc.client import PeerError
 
 PEER, OTHER = b"p" * 32, b"o" * 32
@@ -53,8 +53,17 @@ async def test_slow_peer_delays_no_other_and_loses_its_oldest_messages() -> None
     assert message_sender.dropped == 50
     road.gate.set()
     await message_sender.flush(60)
-    assert msgspec.msgpack.decode(road.arrived[PEER][-1]) == QUEUE_LIMIT + 49
+    arrived = [msgspec.msgpack.decode(data) for data in road.arrived[PEER]]
+    assert arrived[-100:] == list(range(QUEUE_LIMIT - 50, QUEUE_LIMIT + 50)), "the newest have arrived"
     await message_sender.close()
+
+
+def test_call_carries_a_bounded_batch_of_at_least_one_message() -> None:
+    large = bytes(BATCH_BYTES)
+    assert next_batch([]) == []
+    assert next_batch([large + b"x", b"a"]) == [large + b"x"], "one that is too long goes alone"
+    assert next_batch([large[1:], b"a", b"b"]) == [large[1:], b"a"]
+    assert next_batch([b"a"] * (BATCH_LIMIT + 1)) == [b"a"] * BATCH_LIMIT
 
 
 async def test_failed_call_is_not_repeated_and_later_messages_arrive() -> None:

@@ -1,6 +1,8 @@
 """Transfers of checkpoints, images and working directories to the standby."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -96,6 +98,22 @@ async def test_standby_fetches_data_sets_and_is_warm_when_it_has_them(
     standby_sync, spec = StandbySync(copies), make_spec(data=needs)  # type: ignore[arg-type]
     assert not await warm(standby_sync, B, commit(1), spec) and copies.begun == [(B, commit(1).manifest)]
     assert await warm(standby_sync, B, commit(1), spec) and copies.images == {(B, b"d" * 32): True}
+
+
+async def test_only_a_settled_checkpoint_of_a_running_job_is_copied(copies: Copies) -> None:
+    standby_sync = StandbySync(copies)  # type: ignore[arg-type]
+
+    def runner(state: str = "running", settled: int = 1) -> Any:
+        record = SimpleNamespace(commit=commit(1), settled=settled)
+        return SimpleNamespace(state=state, record=record, spec=SPEC, next_placement=SimpleNamespace(standby=B))
+
+    for other in (None, runner(settled=0), runner("vacating")):
+        standby_sync.follow(JOB, other)
+        await settle()
+    assert not copies.begun
+    standby_sync.follow(JOB, runner())
+    await settle()
+    assert copies.begun == [(B, WORKDIR), (B, commit(1).manifest)]
 
 
 async def test_holder_of_the_checkpoint_receives_no_copy(copies: Copies) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from membership.config import SwimConfig
 from membership.effects import Cloned, Effect, MemberChanged, SendPacket, SetTimer, StreamPing, WantReconcile
 from membership.envelope import ADDRESSED_OVERHEAD
-from membership.rumours import RumourQueue
+from membership.rumours import MAX_MISFITS, RumourQueue
 from membership.suspicion import Suspicion
 from membership.swim import Swim
 from membership.wire import (
@@ -219,6 +219,38 @@ def test_member_rumours_cannot_starve_records() -> None:
     queue.add("record", b"r", bytes(200))
     kinds = [kind for kind, _ in queue.take(1000, 50)]
     assert kinds.count("record") == 1 and kinds.count("member") >= 3
+
+
+def test_full_queue_drops_what_was_sent_most_often() -> None:
+    queue = RumourQueue(4, capacity=3)
+    for name in (b"old", b"older"):
+        queue.add("record", name, name)
+    queue.take(1000, 2)
+    queue.add("record", b"new", b"new")
+    queue.add("record", b"newest", b"newest")
+    assert len(queue) == 3 and {sealed for _, sealed in queue.take(1000, 2)} >= {b"new", b"newest"}
+    left = len(queue)
+    queue.add("record", b"newest", b"changed")
+    assert len(queue) == left and queue.waiting_bytes == sum(rumour.size for rumour in queue._by_name.values())
+
+
+def test_rumour_that_fits_is_looked_for_behind_a_few_that_do_not() -> None:
+    queue = RumourQueue(4)
+    for number in range(MAX_MISFITS - 1):
+        queue.add("record", b"large%d" % number, bytes(500))
+    queue.add("record", b"small", b"small")
+    assert queue.take(100, 2) == (("record", b"small"),)
+    queue.add("record", b"large", bytes(500))
+    assert queue.take(100, 2) == (), "a packet does not cost a look at the whole queue"
+
+
+def test_urgent_record_is_repeated_as_often_as_news_of_members() -> None:
+    def sent(urgent: bool) -> int:
+        queue = RumourQueue(10)
+        queue.add("record", b"advert", b"advert", urgent)
+        return sum(len(queue.take(1000, 50)) for _ in range(1000))
+
+    assert sent(True) > 2 * sent(False) > 0
 
 
 @given(st.integers(2, 500), st.lists(st.binary(min_size=1, max_size=1), max_size=10))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.network import bpf
+from mesh.network import bpf, elf
 from mesh.network.edge import lacking_privileges, left_at
 from mesh.network.elf import Code, ObjectError, read_object
 from mesh.network.program import BuildError, Programs, compile_into, compile_source, object_file
@@ -48,6 +48,19 @@ def test_damaged_object_is_read_or_refused(ours: bytes, data: st.DataObject) -> 
             code.with_maps({"cut": 3, "guests": 4})
     except ObjectError:
         pass
+
+
+@pytest.mark.bpf
+def test_object_for_another_machine_or_cut_within_an_instruction_is_refused(
+    ours: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = bytearray(ours)
+    other[18:20] = (62).to_bytes(2, "little")  # x86-64
+    with pytest.raises(ObjectError, match="not an object for BPF"):
+        read_object(bytes(other))
+    monkeypatch.setattr(elf, "INSTRUCTION_BYTES", 7)
+    with pytest.raises(ObjectError, match="ends within an instruction"):
+        read_object(ours)
 
 
 @given(st.binary(max_size=200))

@@ -92,6 +92,8 @@ def test_guessed_tokens_open_no_session(token: str, word: str) -> None:
             True,
         ),
         ("POST", OWN, True),
+        ("DELETE", OWN, True),
+        ("PUT", OWN, True),
         ("POST", {**OWN, "Origin": f"http://127.0.0.1:{PORT}"}, False),
         ("POST", {**OWN, "Origin": "null"}, True),
         ("POST", {**OWN, "Origin": f"http://localhost:{PORT}"}, True),

@@ -31,6 +31,7 @@ from mesh.execution.docker.bridges import Bridges
 from mesh.execution.docker.criu import Probe
 from mesh.execution.docker.hardening import (
     LIMITED_BY,
+    PATH,
     Traits,
     arguments,
     command_of,
@@ -185,6 +186,7 @@ class DockerEngine:
                 raise
         except (OSError, aiohttp.ClientError) as error:
             await self._call(lambda: self._remove(container, network))
+            _check_program(launch, str(error))  # Podman looks for it here
             raise EngineError(f"Docker could not attach to the container: {error}") from error
         except BaseException:
             await self._call(lambda: self._remove(container, network))
@@ -250,7 +252,8 @@ class DockerEngine:
         gate = open_gate(launch)
         network = Network(self._bridges.make(self._client)) if gate is None else Network("none", gate)
         try:
-            chosen = arguments(launch, self._node, network.name, self._traits)
+            path = PATH if launch.environment is None else self._path_of(image)
+            chosen = arguments(launch, self._node, network.name, self._traits, path)
             container = Unseen(self._client).create(image, self._traits.userns, **chosen)
             self._live.add(container.id)
             return container, network
@@ -309,13 +312,7 @@ class DockerEngine:
             if not isinstance(error, docker.errors.APIError):
                 raise EngineError(f"Docker did not start the container: {error}") from error
             text = str(error.explanation)
-            program = command_of(launch)[0]
-            if no_program(program, text):
-                code = EXIT_NOT_FOUND if "not found" in text or "no such file" in text else EXIT_NOT_EXECUTABLE
-                hint = "" if program == launch.argv[0] else " (variables that are secrets need a shell: use files)"
-                raise BadCommand(
-                    f"command {program!r} cannot run in image {launch.image}: {text}{hint}", code
-                ) from error
+            _check_program(launch, text)
             raise EngineError(f"Docker could not start the container: {text}") from error
         return entry
 
@@ -334,6 +331,12 @@ class DockerEngine:
             raise BadImage(NOT_HERE.format(name)) from error
         except docker.errors.APIError as error:
             raise BadImage(f"image {name!r} cannot be used: {error.explanation}") from error
+
+    def _path_of(self, image: str) -> str:
+        """Return the PATH of an image."""
+        variables = self._client.images.get(image).attrs["Config"].get("Env") or ()
+        found = [text.removeprefix("PATH=") for text in variables if text.startswith("PATH=")]
+        return found[-1] if found else PATH
 
     def _sweep(self) -> None:
         """Remove what a crashed daemon of this node left; containers of this run stay."""
@@ -558,6 +561,15 @@ def _socket_path() -> str:
     if not host.startswith("unix://"):
         raise OSError(f"DOCKER_HOST is {host}: it must be the socket of an engine on this machine (unix://...)")
     return host.removeprefix("unix://")
+
+
+def _check_program(launch: Launch, told: str) -> None:
+    """Raise BadCommand if the engine's error says that the program cannot run in the image; otherwise the node is at fault."""
+    program = command_of(launch)[0]
+    if no_program(program, told):
+        code = EXIT_NOT_FOUND if "not found" in told or "no such file" in told else EXIT_NOT_EXECUTABLE
+        hint = "" if program == launch.argv[0] else " (variables that are secrets need a shell: use files)"
+        raise BadCommand(f"command {program!r} cannot run in image {launch.image}: {told}{hint}", code)
 
 
 def no_program(name: str, told: str) -> bool:

@@ -2,7 +2,8 @@
 
 All capabilities dropped, no new privileges, Docker's default seccomp profile, read-only root, a user other than root, no network
 unless the owner allows it (`egress.py`), no namespace of the host, no engine socket, and nothing of the host but the attempt's
-four directories, its data sets (read-only) and the mounts of the node's guard. There is no setting for privileged containers.
+four directories, its data sets and environment (read-only), and the mounts of the node's guard. There is no setting for
+privileged containers.
 """
 
 import os
@@ -16,7 +17,7 @@ import msgspec
 from cuda_guard.guard import Mount
 from mesh.execution.disk_usage import disk_of
 from mesh.execution.docker.watchdog import LABEL_NODE
-from mesh.execution.engine import NO_GPUS, Launch, contract_env
+from mesh.execution.engine import INSIDE, NO_GPUS, Launch, contract_env
 from mesh.execution.secret_files import VARIABLES
 from mesh.util import trees
 
@@ -31,6 +32,7 @@ INITS = {"Docker": ("docker-init",), "Podman": ("catatonit",)}
 INIT_PATH = "/usr/libexec/docker:/usr/libexec/podman"
 CDI, CDI_KIND = "cdi", "nvidia.com/gpu="
 WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # of an image that names none (Docker's default)
 SECRETS, SHELL = "/run/secrets", "/bin/sh"
 GATE = ".gate"  # a FIFO in the control directory
 
@@ -54,11 +56,19 @@ class Traits(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[str, Any]:
-    """Return the arguments of the SDK's `containers.create`. `network`: the container's own bridge, or "none"."""
+def arguments(launch: Launch, node: str, network: str, traits: Traits, path: str = PATH) -> dict[str, Any]:
+    """Return the arguments of the SDK's `containers.create`.
+
+    `network`: the container's own bridge, or "none". `path`: the PATH of its image.
+    """
     user = f"{GUEST_UID}:{GUEST_UID}" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
     environment, devices = contract_env(launch, WORK, CKPT, OUT, CTL), _devices(launch.gpu_uuids, traits)
-    environment |= {shown.variable: shown.target for shown in launch.data}
+    environment |= {one.variable: one.target for one in launch.data}
+    shown = [Mount(Path(one.source), Path(one.target)) for one in launch.data]
+    if launch.environment is not None:
+        environment["PATH"] = f"{INSIDE}/bin:{environment.get('PATH', path)}"
+        environment["VIRTUAL_ENV"] = INSIDE
+        shown.append(Mount(Path(launch.environment), Path(INSIDE)))
     if any(device.driver == CDI for device in devices):
         environment["NVIDIA_VISIBLE_DEVICES"] = (
             NO_GPUS  # or NVIDIA's runtime would add them a second time (the CDI files say so)
@@ -73,7 +83,7 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
         | _secrets(launch),
         "mounts": [
             docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
-            for mount in (*launch.injection.mounts, *(Mount(Path(s.source), Path(s.target)) for s in launch.data))
+            for mount in (*launch.injection.mounts, *shown)
         ],
         "labels": {LABEL_NODE: node, LABEL_JOB: launch.job},
         "cap_drop": ["ALL"],

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 import aiohttp
 import msgspec
 
+from membership.malformed import MALFORMED
+
 HEADER = 8  # bytes before each piece of output: stream, three unused, length (Docker Engine API, attach)
 AGAIN_S = 1.0  # between retries while the engine is away (own choice)
 
@@ -29,6 +31,10 @@ class _Executed(msgspec.Struct):
     code: int | None = msgspec.field(name="ExitCode")
 
 
+class _Problem(msgspec.Struct):
+    message: str
+
+
 class NoContainer(Exception):
     """The engine does not know the container, or no longer."""
 
@@ -45,8 +51,10 @@ class EngineSocket:
         address = f"http://engine/containers/{container}/attach?stream=1&stdout=1&stderr=1"
         response = await self._opened().post(address)
         if response.status != 200:
-            text = (await response.text())[:200]
-            raise OSError(f"HTTP {response.status}: {text}")
+            text = await response.text()
+            with contextlib.suppress(*MALFORMED):
+                text = msgspec.json.decode(text, type=_Problem).message
+            raise OSError(f"HTTP {response.status}: {text[:1000]}")
         return Output(response)
 
     async def ended(self, container: str) -> int:
