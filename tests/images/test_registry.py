@@ -102,9 +102,19 @@ async def test_uploads_are_bounded(client: Client, monkeypatch: pytest.MonkeyPat
     assert (await client.ask("POST", "/v2/x/blobs/uploads/"))[0] == 202, "abandoned ones make room"
 
 
+async def test_names_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs_module, "MAX_TAGS", 2)
+    for tag in ("1", "2"):
+        await client.push_image(tag=tag)
+    assert (await client.ask("PUT", "/v2/lab/tool/manifests/3", BODY))[0] == 429
+    assert (await client.ask("PUT", "/v2/lab/tool/manifests/2", BODY))[0] == 201, "a known name may mean something else"
+
+
 async def test_manifest_is_taken_only_if_it_is_valid_and_its_blobs_are_here(client: Client) -> None:
     path = "/v2/lab/tool/manifests/1"
     assert (await client.ask("PUT", path, BODY))[0] == 400, "its blobs are missing"
+    assert await client.push(CONFIG) == 201
+    assert (await client.ask("PUT", path, BODY))[0] == 400, "one of them is missing"
     await client.push_image()
     assert (await client.ask("PUT", f"/v2/lab/tool/manifests/{digest_of(BODY)}", BODY + b" "))[0] == 400
     assert (await client.ask("PUT", "/v2/lab/tool/manifests/-no-tag", BODY))[0] == 400

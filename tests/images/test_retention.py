@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from mesh.images.blobs import IDLE_S
-from mesh.images.engine import StoredImage
+from mesh.images.engine import FETCHED, StoredImage, _stored
 from mesh.images.retention import Bounds, UsageMarks, surplus
 
 sizes, ages = some.integers(0, 1 << 40), some.floats(0, 1e8)
@@ -49,3 +49,18 @@ def test_new_image_stays() -> None:
     """A fetch may end while the others' marks are looked at."""
     old, new = (StoredImage(bytes([number]) * 32, (), 1, True) for number in (1, 2))
     assert [one.image for one in surplus([old, new], {old.id: 1e9}, Bounds(0, 0.0))] == [old]
+
+
+def test_image_that_the_owner_has_named_is_theirs() -> None:
+    """What somebody on this machine has given a name of their own is no fetched image that may go."""
+    digest = f"sha256:{'0' * 64}"
+    ours = f"127.0.0.1:5000/{FETCHED}"
+
+    def stored(*tags: str, digests: tuple[str, ...] = (f"{ours}@{digest}",)) -> StoredImage:
+        found = _stored({"Id": digest, "RepoTags": list(tags), "RepoDigests": list(digests), "Size": 5})
+        assert found is not None
+        return found
+
+    assert stored().fetched and stored(f"{ours}:x").fetched
+    assert not stored("mine:1").fetched and stored("mine:1").names == ("mine:1",)
+    assert not stored(digests=()).fetched and _stored({"Id": "short"}) is None

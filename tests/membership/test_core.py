@@ -548,6 +548,18 @@ def test_answer_to_another_hello_is_refused() -> None:
     assert ann.core.records.get(bob.identity.node_id, "facts", NOW) is None
 
 
+def test_replayed_word_that_all_is_equal_ends_no_exchange() -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    asking = ann.core.push_pull(unless_equal=True)
+    greeting = next(asking)
+    assert isinstance(greeting, Greeting)
+    assert isinstance(asking.send((bob.identity.node_id, Done(7, greeting.nonce + 1))), Hello)
+    asking = ann.core.push_pull(unless_equal=True)
+    greeting = next(asking)
+    with pytest.raises(StopIteration):
+        asking.send((bob.identity.node_id, Done(7, greeting.nonce)))
+
+
 @pytest.mark.parametrize("wrong", ["another sender", "another nonce"])
 def test_delta_that_ends_another_exchange_is_refused(wrong: str) -> None:
     ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")

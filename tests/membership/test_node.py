@@ -8,13 +8,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from membership import node as node_module
 from membership.admission import request_join
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig
-from membership.effects import WantReconcile
+from membership.effects import KeepChain, PersistEpoch, SendPacket, WantReconcile
 from membership.envelope import seal, seal_to
 from membership.identity import Identity
 from membership.node import MAX_RECONCILES, MembershipNode, PortInUse, SystemClock
@@ -415,3 +417,57 @@ async def test_push_pulls_at_a_time_are_bounded(mesh: Mesh) -> None:
     assert node.counters["reconciles_put_off"] == 8
     assert opened == MAX_RECONCILES
     server.close()
+
+
+async def test_epoch_and_certificate_are_kept_before_anything_else_is_sent(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mesh.start(1)
+    (node,) = mesh.nodes
+    kept: list[bytes] = []
+    snapshot = SnapshotFile(node._snapshots.path)
+    node._keep_chain = kept.append
+    seen: list[tuple[int, list[bytes]]] = []
+    monkeypatch.setattr(node, "_send_packet", lambda effect: seen.append((snapshot.read().epoch, list(kept))))
+    epoch, (_, chain) = snapshot.read().epoch + 5, mesh.identities["n0"]
+    packet = SendPacket(b"p" * 32, LOOPBACK, 9, Ping(1, b"", ()))
+    node._perform([PersistEpoch(epoch), KeepChain(chain), packet])
+    assert seen == [(epoch, [chain])]
+
+
+async def test_node_without_a_valid_certificate_asks_again_now_and_then(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mesh.start(1)
+    (node,) = mesh.nodes
+    asked: list[tuple[str, int]] = []
+    granted = b""
+
+    async def answered(host: str, port: int, *given: object) -> tuple[None, None, SimpleNamespace]:
+        asked.append((host, port))
+        return None, None, SimpleNamespace(granted=granted)
+
+    published: list[bytes] = []
+    monkeypatch.setattr(node_module, "request_join", answered)
+    monkeypatch.setattr(node._core, "publish_chain", published.append)
+    node._seeds = [(LOOPBACK, number) for number in range(1, 6)]
+    node.problems["certificate"] = "its admitter was revoked"
+    for _ in range(3):
+        await node._join_again()
+    assert len(asked) == 3 == len(set(asked)) and not published, "three nodes, once in a while"
+    node._renew_at, granted = 0.0, b"a new chain"
+    await node._join_again()
+    assert published == [granted] and "certificate" not in node.problems and len(asked) == 4
+
+
+async def test_task_that_fails_is_logged(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    await mesh.start(1)
+    (node,) = mesh.nodes
+
+    async def broken() -> None:
+        raise KeyError("x")
+
+    task = node._spawn(broken(), "a task")
+    await asyncio.wait([task])
+    await until(lambda: "membership task a task failed" in caplog.text, "the failure to be logged")
+    assert task not in node._tasks

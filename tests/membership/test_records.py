@@ -1,12 +1,13 @@
 import contextlib
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.envelope import seal
 from membership.identity import Identity
 from membership.reconcile import FrameError, decode_frame
-from membership.records import MAX_BODY_BYTES, Record, RecordTable, encode_body
+from membership.records import MAX_BODY_BYTES, STATEMENTS, Record, RecordTable, encode_body
 from membership.trust import TrustStore, found_mesh
 from tests.chains import admitted
 
@@ -105,6 +106,13 @@ def test_hostile_bytes_change_nothing(data: bytes) -> None:
     assert records.root == before
     with contextlib.suppress(FrameError):
         decode_frame(data)
+
+
+def test_section_with_a_statement_that_nobody_may_make_is_refused() -> None:
+    records = table()
+    for number, body in enumerate((b"nonsense", msgspec.msgpack.encode([b"nonsense"]), msgspec.msgpack.encode([1]))):
+        assert records.apply(sealed(ROOT, f"{STATEMENTS}{number}", 1, 1, body), NOW) == "invalid"
+    assert isinstance(records.apply(sealed(ROOT, f"{STATEMENTS}0", 1, 1, msgspec.msgpack.encode([])), NOW), Record)
 
 
 def test_trust_records_come_before_records_they_verify() -> None:
