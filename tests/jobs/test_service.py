@@ -14,7 +14,7 @@ import pytest
 
 from ckptstore.store import Store
 from membership.identity import Identity
-from mesh.consensus.effects import Ended, Left, SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
+from mesh.consensus.effects import Ended, Left, Notify, SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
 from mesh.consensus.messages import Accept, Cancel, Enlist, encode_message
 from mesh.consensus.participant import STILL_ENDING, Directed
 from mesh.consensus.reports import GuestStarted, VacateWanted
@@ -300,6 +300,17 @@ async def test_place_is_free_while_no_majority_takes_the_release(jobs: JobServic
     async with asyncio.timeout(WAIT_S):
         await leaving
     assert released == [JOB]
+
+
+async def test_notice_stops_copies_to_the_standby(jobs: JobService) -> None:
+    """What the job saves last needs the network more."""
+    done: list[object] = []
+    jobs.attempts[JOB] = SimpleNamespace(perform=done.append)  # type: ignore[assignment]
+    jobs._standby_sync.stop = done.append  # type: ignore[method-assign,assignment]
+    notice = Notify("vacate", 30.0, "its owner is back")
+    jobs._perform(JOB, "runner", Directed(JOB, "runner", notice))
+    assert done == [JOB, notice]
+    del jobs.attempts[JOB]
 
 
 async def test_node_without_a_vote_asks_before_it_joins(jobs: JobService) -> None:
