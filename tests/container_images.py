@@ -150,18 +150,25 @@ def jupyter_image(python: Path) -> Iterator[str]:
 @cache
 def python_image() -> str:
     """Make an image of this machine's Python on the engine of DOCKER_HOST and return its name. `remove_images` removes it."""
+    _made.append(import_python())
+    return _made[-1]
+
+
+def import_python() -> str:
+    """Make an image that is not removed and return its name. It has another tinypkg (`tests.wheels`) on its PYTHONPATH."""
     import docker
 
     name, tag = "campus-mesh/test-python", os.urandom(6).hex()
     client: Any = docker.from_env(timeout=300)
     with tempfile.NamedTemporaryFile(suffix=".tar") as tar:
         python_root(Path(tar.name), [], [])
-        changes = ["ENV PATH=/usr/local/bin:/only/here"]
+        with tarfile.open(tar.name, "a") as root:
+            _file(root, "opt/own/tinypkg.py", b"VERSION = 'of the image'\n")
+        changes = ["ENV PATH=/usr/local/bin:/only/here", "ENV PYTHONPATH=/opt/own"]
         answer = client.api.import_image_from_data(tar.read(), repository=name, tag=tag, changes=changes)
     client.api.tag(json.loads(answer.splitlines()[-1])["status"], name, tag)  # Podman ignores the tag above
     client.close()
-    _made.append(f"{name}:{tag}")
-    return _made[-1]
+    return f"{name}:{tag}"
 
 
 _made: list[str] = []

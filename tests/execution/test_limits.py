@@ -122,14 +122,16 @@ def test_podman_gets_gpus_by_cdi(tmp_path: Path) -> None:
 def test_container_has_its_environment_first_and_cannot_write_it(tmp_path: Path) -> None:
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("python", environment="/made/env")
     bare = arguments(LAUNCH, "node", "none", Traits())
-    assert bare["mounts"] == [] and not {"PATH", "VIRTUAL_ENV"} & set(bare["environment"])
+    assert bare["mounts"] == [] and not {"PATH", "PYTHONPATH", "VIRTUAL_ENV"} & set(bare["environment"])
     chosen = arguments(launch, "node", "none", Traits(), "/opt/bin:/bin")
     (mount,) = chosen["mounts"]
     assert (mount["Source"], mount["Target"], mount["ReadOnly"]) == ("/made/env", "/mesh/env", True)
     assert chosen["environment"]["PATH"] == "/mesh/env/bin:/opt/bin:/bin"
     assert chosen["environment"]["VIRTUAL_ENV"] == "/mesh/env"
-    own = msgspec.structs.replace(launch, env={"PATH": "/mine"})
-    assert arguments(own, "node", "none", Traits())["environment"]["PATH"] == "/mesh/env/bin:/mine"
+    assert chosen["environment"]["PYTHONPATH"] == chosen["environment"]["PYTHONHOME"] == "", "not those of the image"
+    own = msgspec.structs.replace(launch, env={"PATH": "/mine", "PYTHONPATH": "src"})
+    environment = arguments(own, "node", "none", Traits())["environment"]
+    assert environment["PATH"] == "/mesh/env/bin:/mine" and environment["PYTHONPATH"] == "src"
 
 
 def test_unlisted_gpu_is_missing() -> None:

@@ -68,6 +68,7 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits, path: str
     if launch.environment is not None:
         environment["PATH"] = f"{INSIDE}/bin:{environment.get('PATH', path)}"
         environment["VIRTUAL_ENV"] = INSIDE
+        environment = {"PYTHONPATH": "", "PYTHONHOME": "", **environment}  # those of the image would hide packages
         shown.append(Mount(Path(launch.environment), Path(INSIDE)))
     if any(device.driver == CDI for device in devices):
         environment["NVIDIA_VISIBLE_DEVICES"] = (
