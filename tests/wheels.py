@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
+import io
 import subprocess
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -89,7 +91,7 @@ class Index:
         self._root = root / "simple"
         self.wheels = self._root / "tinypkg"
         self.wheels.mkdir(parents=True)
-        self._offer(make_wheel(self.wheels, filler=filler))
+        self.offer(make_wheel(self.wheels, filler=filler))
         index = self
 
         class Handler(SimpleHTTPRequestHandler):
@@ -109,12 +111,29 @@ class Index:
         self._thread.start()
         self.address = f"http://127.0.0.1:{self._server.server_port}/simple"
 
-    def _offer(self, wheel: Path) -> None:
+    def offer(self, wheel: Path) -> None:
+        """Offer this package, and no other version of it."""
         with wheel.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         apart = ' data-core-metadata="true"' if wheel.with_name(f"{wheel.name}.metadata").exists() else ""
         link = f'<a href="{quote(wheel.name)}#sha256={digest}"{apart}>{wheel.name}</a>'
         (wheel.parent / "index.html").write_text(link)
+
+    def offer_source(self, setup: str) -> Path:
+        """Offer tinypkg as a source package with this `setup.py` only."""
+        for wheel in self.wheels.glob("*.whl"):
+            wheel.unlink()
+        path = self.wheels / "tinypkg-1.0.tar.gz"
+        with tarfile.open(path, "w:gz") as tar:
+            for name, text in (
+                ("setup.py", setup),
+                ("PKG-INFO", "Metadata-Version: 2.1\nName: tinypkg\nVersion: 1.0\n"),
+            ):
+                info = tarfile.TarInfo(f"tinypkg-1.0/{name}")
+                info.size = len(text)
+                tar.addfile(info, io.BytesIO(text.encode()))
+        self.offer(path)
+        return path
 
     def offer_installed(self, site: Path, *names: str) -> None:
         """Offer these packages of a directory `site-packages`, and all that they need."""
@@ -126,7 +145,7 @@ class Index:
                 continue
             seen.add(name)
             (self._root / name).mkdir()
-            self._offer(packed(installed[name], self._root / name))
+            self.offer(packed(installed[name], self._root / name))
             wanted += [Requirement(text).name for text in requirements(installed[name])]
 
     def close(self) -> None:

@@ -192,6 +192,7 @@ class Environments:
                     await asyncio.to_thread(write_durably, known, self._index.encode())
             if isinstance(python, ImagePython):
                 await asyncio.to_thread(_place_scripts, env, site)
+                await asyncio.to_thread(_let_read, env)
             await asyncio.to_thread(_sync, place)
             await asyncio.to_thread(write_durably, place / MARK, b"")
         except BaseException:
@@ -281,6 +282,7 @@ class Environments:
             await process.wait()
         if code:
             text = " ".join(redacted(told, ()).decode(errors="replace").split())
+            text = text.partition("error: ")[2] or text  # before that, uv names Pythons of this machine
             raise NoEnvironment(f"its environment cannot be made on this node: {text[-400:]}{self._hint(bounded)}")
         return shown.decode()
 
@@ -320,13 +322,28 @@ def _place_scripts(env: Path, site: Path) -> None:
         mode, place = path.lstat().st_mode, env / "bin" / path.name
         if not stat.S_ISREG(mode) or not mode & stat.S_IXUSR or os.path.lexists(place):
             continue
-        data = path.read_bytes()
-        head = data[:SCRIPT_HEAD].replace(sys.executable.encode(), f"{INSIDE}/bin/python".encode(), 1)
-        path.unlink()  # it may be a link into the cache
-        place.write_bytes((head if data.startswith(b"#!") else data[:SCRIPT_HEAD]) + data[SCRIPT_HEAD:])
+        with path.open("rb") as source:
+            head = source.read(SCRIPT_HEAD)
+            if not head.startswith(b"#!"):
+                path.rename(place)
+                continue
+            path.unlink()  # it may be a link into the cache
+            with place.open("wb") as target:
+                target.write(head.replace(sys.executable.encode(), f"{INSIDE}/bin/python".encode(), 1))
+                shutil.copyfileobj(source, target)
         place.chmod(0o755)
     with suppress(OSError):
         (site / "bin").rmdir()
+
+
+def _let_read(env: Path) -> None:
+    """Let others read and run what the owner may: a container of root's daemon has another user, and a service's umask is 077."""
+    for directory, _, files in trees.walk(env):
+        for path in (Path(directory), *(Path(directory, name) for name in files)):
+            mode = path.lstat().st_mode
+            if not stat.S_ISLNK(mode):
+                rights = mode & (stat.S_IRUSR | stat.S_IXUSR)
+                path.chmod(stat.S_IMODE(mode) | rights >> 3 | rights >> 6)
 
 
 def _stamp(python: Path) -> tuple[int, ...]:

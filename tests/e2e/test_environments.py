@@ -1,14 +1,16 @@
 """`mesh run --uv` on real daemons: a job runs in the environment of its lock, on whichever node it comes to."""
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mesh.daemon.stack import Stack
-from tests.container_images import busybox_image, python_image
+from tests.container_images import busybox_image, import_python, python_image
 from tests.e2e.commands import finished, job_state, mesh, ok, read, until
+from tests.podman import podman_service
 from tests.wheels import index
 
 pytestmark = pytest.mark.e2e
@@ -91,14 +93,29 @@ while not done:
 """
 
 
-@pytest.mark.docker
-def test_environment_for_an_image_moves_with_its_job(make_stack: MakeStack, tmp_path: Path) -> None:
+@pytest.fixture(
+    params=[pytest.param(False, marks=pytest.mark.docker), pytest.param(True, marks=pytest.mark.podman)],
+    ids=["docker", "podman"],
+)
+def image(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if not request.param:
+        yield python_image()
+        return
+    with podman_service(rootless=False) as service:
+        monkeypatch.setenv("DOCKER_HOST", service.host)
+        yield import_python()
+
+
+def test_environment_for_an_image_moves_with_its_job(image: str, make_stack: MakeStack, tmp_path: Path) -> None:
     """The host leaves; the next node makes its own environment for the Python of the same image."""
-    image = python_image()
     with index(tmp_path / "index") as served:
         work = served.project(tmp_path / "work")
         (work / "train.py").write_text(WAITS)
-        stack = make_stack(3, uv_index=served.address, engines=["process", "docker"])
+        before = os.umask(0o077)  # as the service has it
+        try:
+            stack = make_stack(3, uv_index=served.address, engines=["process", "docker"])
+        finally:
+            os.umask(before)
         user = stack.nodes[0]
         until(
             lambda: mesh(user, "run", "--no-workdir", "--image", image, "--", "python3", "-V").returncode == 0,
@@ -136,3 +153,21 @@ def test_image_without_python_says_what_to_do(make_stack: MakeStack, tmp_path: P
         system = ("--image", image, "--ckpt-mode", "system")
         refused = mesh(user, "submit", "--uv", *system, "--", "python", "train.py", cwd=work)
         assert refused.returncode != 0 and "leave out --uv" in refused.stderr
+
+
+@pytest.mark.docker
+def test_reason_is_shown_where_no_package_fits_the_image(make_stack: MakeStack, tmp_path: Path) -> None:
+    image = python_image()
+    with index(tmp_path / "index") as served:
+        (wheel,) = served.wheels.glob("*.whl")
+        served.offer(wheel.rename(wheel.with_name("tinypkg-1.0-py3-none-musllinux_1_2_x86_64.whl")))
+        work = served.project(tmp_path / "work")
+        stack = make_stack(1, uv_index=served.address, engines=["process", "docker"])
+        user = stack.nodes[0]
+        until(
+            lambda: mesh(user, "run", "--no-workdir", "--image", image, "--", "python3", "-V").returncode == 0,
+            "the image to be known",
+        )
+        job = ok(user, "submit", "--uv", "--image", image, "--", "python", "train.py", cwd=work).strip()
+        why = until(lambda: "cannot be made" in (text := ok(user, "why", job)) and text, "the reason")
+        assert "on this node: No solution found" in why and "no wheels with a matching platform tag" in why

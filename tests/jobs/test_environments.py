@@ -1,9 +1,12 @@
 """Environments by uv: built once, whole or not at all, within a quota, by hashes, and from the owner's index only."""
 
 import asyncio
+import hashlib
 import os
+import re
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,6 +167,22 @@ async def test_source_packages_and_addresses_are_refused(tmp_path: Path, served:
     assert not served.paths
 
 
+async def test_source_package_is_not_built(tmp_path: Path, served: Index) -> None:
+    """Its build would run its code beside the daemon."""
+    work, canary = served.project(tmp_path / "work"), tmp_path / "ran"
+    source = served.offer_source(f"open({str(canary)!r}, 'w')\n")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    lock = (work / "uv.lock").read_text()
+    address = f"{served.address}/tinypkg/{source.name}"
+    sdist = f'sdist = {{ url = "{address}", hash = "sha256:{digest}" }}'
+    (work / "uv.lock").write_text(re.sub(r"wheels = \[.*?\n\]", sdist, lock, flags=re.S))
+    made = Environments(tmp_path / "environments", served.address, GIB)
+    for inside in (None, as_image()):
+        with pytest.raises(NoEnvironment, match="no usable wheels"):
+            await made.ready(ADA, PROJECT, work, say, inside)
+    assert not canary.exists() and not places(tmp_path / "environments")
+
+
 def test_lock_names_packages_of_an_index_with_hashes_only() -> None:
     marked = "torch==2.5.0+cpu ; sys_platform == 'linux' and python_full_version < '3.13'"
     assert packages_of(f"# made by uv\n{marked} \\\n    {HASH} \\\n    {HASH}\n") == [f"{marked} {HASH} {HASH}"]
@@ -229,6 +248,38 @@ async def test_environment_for_an_image_is_laid_out_for_its_python(tmp_path: Pat
     own = await made.ready(ADA, PROJECT, work, say)
     musl = await made.ready(ADA, PROJECT, work, say, as_image(platform="x86_64-unknown-linux-musl"))
     assert len({own, inside, musl}) == 3, "another Python or C library has an environment of its own"
+
+
+async def test_environment_for_an_image_is_read_by_another_user(tmp_path: Path, served: Index) -> None:
+    """A service has the umask 077, and the containers of root's daemon a user of their own."""
+    work, made = served.project(tmp_path / "work"), Environments(tmp_path / "environments", served.address, GIB)
+    before = os.umask(0o077)
+    try:
+        inside = await made.ready(ADA, PROJECT, work, say, as_image())
+    finally:
+        os.umask(before)
+    modes = {path: path.lstat().st_mode & 0o777 for path in (inside, *inside.rglob("*")) if not path.is_symlink()}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o755}
+    assert all(mode & 0o044 == 0o044 for mode in modes.values()) and modes[inside / "bin" / "tiny"] == 0o755
+    assert inside.parent.stat().st_mode & 0o077 == 0, "nobody else of this machine comes to it"
+
+
+async def test_program_of_a_package_is_not_held_in_memory(tmp_path: Path) -> None:
+    site = module._lay_out(tmp_path / "env", as_image())
+    (site / "bin").mkdir()
+    for name, head in (("script", b"#!/bin/sh\n"), ("binary", b"\x7fELF")):
+        with (site / "bin" / name).open("wb") as file:
+            file.write(head)
+            file.truncate(64 << 20)
+        (site / "bin" / name).chmod(0o755)
+    tracemalloc.start()
+    try:
+        module._place_scripts(tmp_path / "env", site)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    sizes = {(tmp_path / "env" / "bin" / name).stat().st_size for name in ("script", "binary")}
+    assert sizes == {64 << 20} and peak < 4 << 20
 
 
 async def test_program_of_a_package_replaces_no_python(tmp_path: Path) -> None:
