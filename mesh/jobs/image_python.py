@@ -13,11 +13,17 @@ import msgspec
 from membership.malformed import MALFORMED
 from mesh.consensus.contract import EXIT_NOT_FOUND
 from mesh.execution.control_files import read_file
+from mesh.execution.disk_usage import tree_use
 from mesh.execution.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.model.environment import EnvironmentRefused
 
 WITHIN_S = 60.0  # for the image's Python to start and tell (own choice)
 MOST_BYTES = 4096  # of what it prints
+MOST_WRITTEN, MOST_FILES, LOOK_S = (
+    1 << 20,
+    100,
+    0.2,
+)  # in its directories and log, and seconds between looks (own choice)
 MEMORY_MIB, PIDS = 256, 32  # own choice; a Python that prints a line needs 10 MiB
 GLIBC_MINORS = (17, 28, *range(31, 41))  # the versions 2.x that uv knows wheels for (`uv pip install --help`)
 TELL = """
@@ -90,7 +96,7 @@ async def ask(engine: Engine, place: Path, image: str, image_id: str | None, job
         pids=PIDS,
     )
     try:
-        code = await _end(await engine.start(launch))
+        code = await _end(await engine.start(launch), place, image)
     except BadCommand:
         code = EXIT_NOT_FOUND
     if code == EXIT_NOT_FOUND:
@@ -100,14 +106,21 @@ async def ask(engine: Engine, place: Path, image: str, image_id: str | None, job
     return parse(await asyncio.to_thread(read_file, place / "log", MOST_BYTES), image)
 
 
-async def _end(guest: Guest) -> int:
-    """Return the exit status of a guest, which is killed if it takes too long."""
+async def _end(guest: Guest, place: Path, image: str) -> int:
+    """Return the exit status of a guest, which is killed if it takes too long or writes too much below `place`."""
+    waiting = asyncio.ensure_future(guest.wait())
     try:
         async with asyncio.timeout(WITHIN_S):
-            return (await guest.wait()).code
+            while not waiting.done():
+                await asyncio.wait([waiting], timeout=LOOK_S)
+                written, files = await asyncio.to_thread(tree_use, place)
+                if written > MOST_WRITTEN or files > MOST_FILES:
+                    raise EnvironmentRefused(f"the python3 of image {image} writes files before it says what it is")
+            return waiting.result().code
     except TimeoutError as error:
         raise EngineError(f"its image did not say in {WITHIN_S:g} s what its python3 is") from error
     finally:
+        waiting.cancel()
         await guest.kill()
 
 

@@ -108,12 +108,19 @@ async def test_image_tells_its_python(tmp_path: Path) -> None:
         ("exit 3", EngineError, "ended with 3"),
         ("head -c 100000 /dev/zero", EnvironmentRefused, "does not say what it is"),
         ("sleep 600", EngineError, "did not say in"),
+        ("cd $MESH_OUT_DIR; head -c 8000000 /dev/zero > file; sleep 600", EnvironmentRefused, "writes files before"),
+        (
+            "cd $MESH_OUT_DIR; for a in $(seq 200); do : > $a; done; sleep 600",
+            EnvironmentRefused,
+            "writes files before",
+        ),
+        ("head -c 8000000 /dev/zero; sleep 600", EnvironmentRefused, "writes files before"),
     ],
 )
 async def test_image_without_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: type[Exception], words: str
 ) -> None:
-    monkeypatch.setattr(image_python, "WITHIN_S", 1.0 if "sleep" in script else 60.0)
+    monkeypatch.setattr(image_python, "WITHIN_S", 1.0 if script.startswith("sleep") else 60.0)
     engine = Engine("sh", "-c", script)
     with pytest.raises(error, match=words):
         async with asyncio.timeout(20):
