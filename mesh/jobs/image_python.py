@@ -33,7 +33,10 @@ try:
 except (ValueError, OSError):
     libc = None
 python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
-print(json.dumps([python, list(sys.version_info[:3]), sys.implementation.name, libc or "musl"]))
+kind = sys.implementation.name
+kind += " without a GIL" if "t" in sys.abiflags else ""
+kind += " of 32 bits" if sys.maxsize < 2**32 else ""
+print(json.dumps([python, list(sys.version_info[:3]), kind, libc or "musl"]))
 """
 _PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._+-]{1,100}){1,20}")
 _GLIBC = re.compile(r"glibc 2\.([0-9]{1,3})(?:\.[0-9]{1,3})?")
@@ -130,8 +133,12 @@ def parse(told: bytes, image: str) -> ImagePython:
         path, version, kind, libc = _decoder.decode(told)
     except MALFORMED as error:
         raise EnvironmentRefused(f"the python3 of image {image} does not say what it is: {error}") from error
-    if _PATH.fullmatch(path) is None or kind != "cpython" or not all(0 <= part < 1000 for part in version):
-        raise EnvironmentRefused(f"the python3 of image {image} is no CPython at a plain path: {kind[:40]!r}")
+    if _PATH.fullmatch(path) is None or not all(0 <= part < 1000 for part in version):
+        raise EnvironmentRefused(f"the python3 of image {image} is at no plain path, or of no plain version")
+    if kind != "cpython":
+        raise EnvironmentRefused(
+            f"the python3 of image {image} is {kind[:40]!r}: environments are for the usual CPython"
+        )
     return ImagePython(path, ".".join(map(str, version)), _platform(libc, image))
 
 

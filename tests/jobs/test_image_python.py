@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,20 @@ class Engine(ProcessEngine):
     async def start(self, launch: Launch) -> Guest:
         self.guests.append(await super().start(msgspec.structs.replace(launch, argv=self.instead or launch.argv)))
         return self.guests[-1]
+
+
+@pytest.mark.parametrize(
+    ("unlike", "kind"),
+    [
+        ("sys.abiflags = 't'", "cpython without a GIL"),  # it has wheels and a directory of packages of its own
+        ("sys.maxsize = 2**31 - 1", "cpython of 32 bits"),  # on a kernel of 64, as an image of i386
+    ],
+)
+def test_python_with_other_wheels_is_refused(unlike: str, kind: str) -> None:
+    program = f"import sys; {unlike}\n{image_python.TELL}"
+    answer = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, check=True).stdout
+    with pytest.raises(EnvironmentRefused, match=f"the python3 of image it is '{kind}': environments are for"):
+        parse(answer, "it")
 
 
 async def test_image_tells_its_python(tmp_path: Path) -> None:
