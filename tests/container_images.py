@@ -155,13 +155,16 @@ def python_image() -> str:
 
 
 def import_python() -> str:
-    """Make an image that is not removed and return its name. It has another tinypkg (`tests.wheels`) on its PYTHONPATH."""
+    """Make an image that is not removed and return its name. It has another tinypkg (`tests.wheels`) on its PYTHONPATH, and the
+    libraries that msgspec needs.
+    """
     import docker
+    from msgspec import _core
 
     name, tag = "campus-mesh/test-python", os.urandom(6).hex()
     client: Any = docker.from_env(timeout=300)
     with tempfile.NamedTemporaryFile(suffix=".tar") as tar:
-        python_root(Path(tar.name), [], [])
+        python_root(Path(tar.name), [], [], linked=[Path(_core.__file__)])
         with tarfile.open(tar.name, "a") as root:
             _file(root, "opt/own/tinypkg.py", b"VERSION = 'of the image'\n")
         changes = ["ENV PATH=/usr/local/bin:/only/here", "ENV PYTHONPATH=/opt/own"]

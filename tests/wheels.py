@@ -154,11 +154,12 @@ class Index:
         self._server.server_close()
         self._thread.join()
 
-    def project(self, place: Path) -> Path:
-        """Make a project that needs the package, with its lock, and a script with a lock of its own."""
+    def project(self, place: Path, *more: str) -> Path:
+        """Make a project that needs the package and `more`, with its lock, and a script with a lock of its own."""
         place.mkdir()
+        needs = ", ".join(f'"{name}"' for name in ("tinypkg", *more))
         (place / "pyproject.toml").write_text(
-            '[project]\nname = "demo"\nversion = "0.1"\nrequires-python = ">=3.11"\ndependencies = ["tinypkg"]\n'
+            f'[project]\nname = "demo"\nversion = "0.1"\nrequires-python = ">=3.11"\ndependencies = [{needs}]\n'
         )
         (place / "train.py").write_text(USES)
         (place / "alone.py").write_text(SCRIPT + USES)

@@ -1,6 +1,7 @@
 """`mesh run --uv` on real daemons: a job runs in the environment of its lock, on whichever node it comes to."""
 
 import os
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,7 +78,8 @@ def test_second_start_is_as_fast_as_that_of_an_empty_job(make_stack: MakeStack, 
 
 WAITS = """
 import os, pathlib, subprocess, sys, time
-import tinypkg
+import msgspec, tinypkg
+print("native", msgspec.json.decode(b"[1]"), msgspec._core.__file__, flush=True)
 print(tinypkg.VERSION, tinypkg.__file__, subprocess.check_output(["tiny"], text=True).strip(), flush=True)
 print("PATH", os.environ["PATH"], flush=True)
 try:
@@ -109,7 +111,8 @@ def image(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def test_environment_for_an_image_moves_with_its_job(image: str, make_stack: MakeStack, tmp_path: Path) -> None:
     """The host leaves; the next node makes its own environment for the Python of the same image."""
     with index(tmp_path / "index") as served:
-        work = served.project(tmp_path / "work")
+        served.offer_installed(Path(sysconfig.get_path("purelib")), "msgspec")
+        work = served.project(tmp_path / "work", "msgspec")
         (work / "train.py").write_text(WAITS)
         before = os.umask(0o077)  # as the service has it
         try:
@@ -131,6 +134,7 @@ def test_environment_for_an_image_moves_with_its_job(image: str, make_stack: Mak
         shown = ok(asked, "logs", job)
         inside = "/mesh/env/lib/"
         assert shown.count(f"1.0 {inside}") == 2 and "Read-only file system" in shown
+        assert shown.count(f"native [1] {inside}") == 2
         assert "PATH /mesh/env/bin:/usr/local/bin:/only/here" in shown
         assert "resumed False" in shown and "resumed True" in shown
         assert shown.count("its environment was made in") == 0
