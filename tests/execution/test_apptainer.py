@@ -92,6 +92,8 @@ def test_command_is_kept_from_the_machine(tmp_path: Path) -> None:
     assert str(tmp_path / "images" / DIGEST) in engine._reads(launch), "a guest cannot change the image"
     with pytest.raises(EngineError, match="cannot show"):
         engine._wrap(msgspec.structs.replace(launch, work_dir="/a:/etc:rw"))
+    with pytest.raises(EngineError, match="cannot set"):
+        engine._environment(msgspec.structs.replace(launch, env={"A-B": "x"}))
 
 
 @pytest.mark.parametrize("image_id", [None, "busybox:latest", "sha256:../bin", f"sha256:{'cd' * 32}"])

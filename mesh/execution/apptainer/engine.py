@@ -21,6 +21,7 @@ from mesh.execution.process.sandbox import SECRETS, SHARED_MEMORY, TEMPORARY_PLA
 WORK, CKPT, OUT, CTL, HOME = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl", "/mesh/home"
 NEEDED = ("memory", "processes", "CPU")  # limits without which no guest runs
 ENVIRONMENT = "APPTAINERENV_"  # prefix of a variable of the guest, to Apptainer
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OPTIONS = ("--silent", "exec", "--userns", "--contain", "--cleanenv", "--no-eval", "--no-umask")
 WEAKER = (
     "weaker than Docker: a short filter of system calls, user namespaces, /proc and /sys are in reach, and guests have the "
@@ -96,6 +97,8 @@ class ApptainerEngine(ProcessEngine):
     def _environment(self, launch: Launch) -> dict[str, str]:
         inside = contract_env(launch, WORK, CKPT, OUT, CTL) | {shown.variable: shown.target for shown in launch.data}
         inside |= launch.secrets.variables
+        if odd := [name for name in inside if not NAME.fullmatch(name)]:
+            raise EngineError(f"Apptainer cannot set the variable {odd[0][:80]!r}")  # and would then set none
         own = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         return own | {f"{ENVIRONMENT}{name}": value for name, value in inside.items()}
 
