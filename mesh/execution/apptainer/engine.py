@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from mesh.execution.engine import Availability, BadImage, EngineError, Launch, contract_env
+from mesh.execution.engine import INSIDE, Availability, BadImage, EngineError, Launch, contract_env
 from mesh.execution.killswitch import KillSwitch
 from mesh.execution.process.engine import KEPT_VARIABLES, ProcessEngine, ProcessGuest
 from mesh.execution.process.sandbox import SECRETS, SHARED_MEMORY, TEMPORARY_PLACES, Sandbox
@@ -97,6 +97,8 @@ class ApptainerEngine(ProcessEngine):
     def _environment(self, launch: Launch) -> dict[str, str]:
         inside = contract_env(launch, WORK, CKPT, OUT, CTL) | {shown.variable: shown.target for shown in launch.data}
         inside |= launch.secrets.variables
+        if launch.environment is not None:
+            inside |= {"PREPEND_PATH": f"{INSIDE}/bin", "VIRTUAL_ENV": INSIDE}  # Apptainer's name for it
         if odd := [name for name in inside if not NAME.fullmatch(name)]:
             raise EngineError(f"Apptainer cannot set the variable {odd[0][:80]!r}")  # and would then set none
         own = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
@@ -107,6 +109,8 @@ class ApptainerEngine(ProcessEngine):
         writable = {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
         writable |= {place: place for place in (*TEMPORARY_PLACES, SHARED_MEMORY)}
         readable = {shown.source: shown.target for shown in launch.data}
+        if launch.environment is not None:
+            readable[launch.environment] = INSIDE
         if launch.secrets.directory is not None:
             readable[SECRETS] = SECRETS
         if odd := [path for path in (*writable, *readable, *readable.values()) if set(path) & set(':,"\\')]:
