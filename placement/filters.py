@@ -10,6 +10,7 @@ from placement.advert import Advert, HeldBy
 from placement.allocation import all_free, fitting_gpus, matches
 from placement.request import Request
 
+IMAGE_ENGINES = ("docker", "apptainer")  # the first that a node has runs a job with an image
 SHORT = 8  # bytes of a hash in an advert
 
 PAUSED: dict[HeldBy, str] = {
@@ -57,26 +58,35 @@ def is_own(request: Request, advert: Advert) -> bool:
 
 
 def engine_for(request: Request, advert: Advert) -> str | None:
-    """Return the engine this node would use: the requested one, else docker for an image, else process. None if it has none."""
+    """Return the engine this node would use: the requested one, else docker or apptainer for an image,
+    else process. None if it has none."""
     usable = [name for name in advert.engines if name not in advert.own_only or is_own(request, advert)]
     if request.engine is not None:
         return request.engine if request.engine in usable else None
     if request.image is not None:
-        return "docker" if "docker" in usable else None
+        return next((name for name in IMAGE_ENGINES if name in usable), None)
     return "process" if "process" in usable else None
 
 
+def _wanted_engine(request: Request, advert: Advert) -> str:
+    """Return the engine to name in a refusal: for an image, one that the node has for its owner's jobs."""
+    if request.engine is not None or request.image is None:
+        return request.engine or "process"
+    return next((name for name in IMAGE_ENGINES if name in advert.engines), "docker")
+
+
 def _engine_refusals(request: Request, advert: Advert) -> list[str]:
-    wanted = request.engine or ("docker" if request.image is not None else "process")
-    if engine_for(request, advert) is None:
+    wanted, engine = _wanted_engine(request, advert), engine_for(request, advert)
+    if engine is None:
         if wanted in advert.engines:
-            return [
-                f"runs only its owner's jobs with the {wanted} engine (no sandbox): name an image, or ask its owner"
-            ]
+            weak = "no sandbox): name an image, or" if wanted == "process" else "weaker than docker):"
+            return [f"runs only its owner's jobs with the {wanted} engine ({weak} ask its owner"]
         return [f"has no {wanted} engine"]
-    if wanted == "docker":
+    if engine in IMAGE_ENGINES:
         if request.image is None:
-            return ["the docker engine needs an image: --image NAME"]
+            return [f"the {engine} engine needs an image: --image NAME"]
+        if engine == "apptainer" and request.gpus:
+            return ["its apptainer engine gives jobs no GPUs"]
         system = advert.system.refusal(request.gpus > 0, request.platform) if request.system else None
         return [reason for reason in (image_refusal(request, advert), system) if reason is not None]
     return []

@@ -101,6 +101,24 @@ def rootless_problem() -> str:
 
 
 @cache
+def apptainer_problem() -> str:
+    """Return why Apptainer can run no guests here, or an empty text."""
+    from mesh.execution.process import subtree
+
+    if shutil.which("apptainer") is None or shutil.which("busybox") is None:
+        return "apptainer and busybox are needed (Debian sid)"
+    if os.getuid() == 0:
+        return "an ordinary user is needed"
+    subtree.claim(1.0)
+    group = subtree.make_group()
+    kinds = group.kinds if group is not None else frozenset()
+    if group is not None:
+        group.remove()
+    lacks = {"memory", "pids", "cpu"} - kinds
+    return f"this user has no control groups for {', '.join(sorted(lacks))}" if lacks else ""
+
+
+@cache
 def browser_problem() -> str:
     """Return why no browser is available, or an empty text."""
     return "" if shutil.which("chromium") else "chromium is not installed (Debian: apt-get install chromium)"
@@ -198,6 +216,7 @@ def criu_problem() -> str:
 
 
 PROBES = {
+    "apptainer": apptainer_problem,
     "criu": criu_problem,
     "dask": dask_problem,
     "docker": docker_problem,

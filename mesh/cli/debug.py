@@ -23,7 +23,13 @@ CLICKS_AUTOLOADED, AUTOLOADED = "$zsh_eval_context[-1] == loadautofunc", "$funcs
 @click.command()
 @click.option("-n", "--nodes", type=click.IntRange(1, 60), default=3, show_default=True, help="Number of daemons.")
 @click.option("--slots", type=click.IntRange(0, 64), default=1, show_default=True, help="Job slots that each lends.")
-@click.option("--engine", "engines", multiple=True, type=click.Choice(["process", "docker"]), help="Engines to offer.")
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    type=click.Choice(["process", "docker", "apptainer"]),
+    help="Engines to offer.",
+)
 @json_option
 def devstack(nodes: int, slots: int, engines: tuple[str, ...], as_json: bool) -> None:
     """Run several real daemons on this machine until Ctrl-C. They find each other by mDNS on loopback."""

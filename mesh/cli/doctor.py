@@ -305,6 +305,8 @@ def _findings(facts: Facts) -> Iterator[Finding]:
         yield from _network(facts.status, facts.network, facts.own)
         engines = facts.status["engines"]
         for name, engine in engines.items():
+            if name == "apptainer" and engines.get("docker", {}).get("ok"):
+                continue  # it is not needed
             yield _engine(name, engine)
             yield from _limits(name, engine, facts.limits_disk)
         for name in engines:

@@ -43,7 +43,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         metavar="DIR",
         help="Build DIR's Dockerfile here, and run it in that image.",
     ),
-    click.option("--engine", type=click.Choice(["process", "docker"]), help="Require this engine."),
+    click.option("--engine", type=click.Choice(["process", "docker", "apptainer"]), help="Require this engine."),
     click.option("--name", default="", help="Name of the job."),
     click.option(
         "--data",

@@ -35,7 +35,13 @@ LOG_LINES = 50
 )
 @click.option("--zone", help="Building or room of this machine, for placement.")
 @click.option("--no-mdns", is_flag=True, help="Do not use multicast to announce this node or find others.")
-@click.option("--engine", "engines", multiple=True, type=click.Choice(["process", "docker"]), help="Engines to offer.")
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    type=click.Choice(["process", "docker", "apptainer"]),
+    help="Engines to offer.",
+)
 @click.option(
     "--allow-process-guests", is_flag=True, help="Run other users' jobs without a container. They can read your files."
 )
@@ -244,6 +250,10 @@ def _draw_nodes(answer: dict[str, Any]) -> None:
         )
     header = ["NODE", "STATE", "SINCE", "LENDS (free)", "JOBS", "ENGINES", "USER", "ADDRESS"]
     table(header, rows, spare=["ENGINES", "SINCE", "USER", "JOBS"])
+    if any("apptainer" in node["engines"] for node in answer["nodes"]):
+        from mesh.execution.apptainer.engine import WEAKER
+
+        say(f"mesh: engine apptainer is {WEAKER}", err=True)
 
 
 def _not_lent(node: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from mesh.execution.engine import Availability
 from mesh.gpus.guard import NodeGuard
 from mesh.gpus.guarded_engine import GuardedEngine
 from mesh.gpus.inventory import Inventory
-from mesh.images.library import Library
+from mesh.images.library import STORES, Library
 from mesh.provider.attendance import Attendance
 from mesh.provider.owner import Owner
 from placement.advert import encode_advert
@@ -22,6 +22,7 @@ FACTS_TTL_S = 3600.0
 ADVERT_TTL_S = 3600.0  # changes are published at once, so it need not be repeated often
 REFRESH_S = 1.0
 ENGINES_EVERY_S = 15.0
+NOT_NEEDED = "not offered: Docker or Podman is ready here, and isolates more"
 
 
 class AdvertPublisher:
@@ -65,8 +66,9 @@ class AdvertPublisher:
         """Ask each engine whether it can run guests, and take over what it says."""
         for name, engine in self._engines.items():
             self.engine_states[name] = await engine.availability()
+        self.engine_states = judged(self.engine_states)
         ready = tuple(name for name, state in self.engine_states.items() if state.ok)
-        await self._library.look("docker" in ready)
+        await self._library.look(next((name for name in ready if name in STORES), ""))
         self._inventory.engines, self._inventory.image_offer = ready, self._library.offer()
         self._inventory.proxies = tuple(name for name in ready if self.engine_states[name].proxies)
         if "docker" in self.engine_states:
@@ -97,6 +99,13 @@ class AdvertPublisher:
         if force or advert.version != version or now - published_at > ADVERT_TTL_S / 4:
             self._published = (advert.version, now)
             self._membership.publish("advert", encode_advert(advert), ADVERT_TTL_S, urgent=force)
+
+
+def judged(states: Mapping[str, Availability]) -> dict[str, Availability]:
+    """Return the engines' states; Apptainer, which isolates less, is not offered where Docker or Podman is ready."""
+    if "apptainer" in states and "docker" in states and states["docker"].ok:
+        return {**states, "apptainer": Availability(ok=False, detail=NOT_NEEDED)}
+    return dict(states)
 
 
 async def publish_facts(membership: MembershipNode, facts: bytes) -> None:

@@ -46,13 +46,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accepts: tuple[str, ...] = ("*",)  # users whose jobs run here
     trusted: tuple[str, ...] = ()  # users and nodes that `--secret-nodes trusted` names, for jobs submitted here
     interactive: bool = True  # let users enter their jobs here (exec, forward, jupyter)
-    process_engine_for: Literal["own", "all"] = "own"  # whose jobs may run as plain processes
+    process_engine_for: Literal["own", "all"] = "own"  # whose jobs may run as plain processes, and by Apptainer
     process_network: Literal["host", "none"] = "host"  # network of plain processes
     process_home: Literal["private", "shared"] = (
         "private"  # home, /tmp and /run of plain processes: their own, or the owner's
     )
     process_sees: tuple[str, ...] = ()  # hidden paths that plain processes may read
-    engines: tuple[str, ...] = ("process", "docker")  # engines to offer
+    engines: tuple[str, ...] = (
+        "process",
+        "docker",
+        "apptainer",
+    )  # engines to offer; apptainer without a ready docker only
     web: bool = True  # allow `mesh top --web`, on loopback (docs/how-to/web.md)
     web_port: int = 0  # port of that page; 0: any free port
     open: bool = False  # admit every node that asks to join

@@ -56,6 +56,7 @@ from mesh.daemon.layout import Layout
 from mesh.daemon.seeds import checked_seeds, read_seeds
 from mesh.daemon.systemd import notify
 from mesh.data.library import DataLibrary
+from mesh.execution.apptainer.engine import ApptainerEngine
 from mesh.execution.disk_usage import Writers
 from mesh.execution.engine import Engine
 from mesh.execution.guest_registry import GuestRegistry
@@ -243,7 +244,7 @@ class Daemon:
             self._gpus,
             settings.slots,
             settings.accepts,
-            ("process",) if settings.process_engine_for == "own" else (),
+            ("process", "apptainer") if settings.process_engine_for == "own" else (),
             self._load_lending(),
             int(self._started_unix),
             gpu_sharing=settings.gpu_sharing,
@@ -707,7 +708,7 @@ class Daemon:
             process = ProcessEngine(
                 self._switch,
                 network=self._settings.process_network,
-                sandbox=self._sandbox(),
+                sandbox=self._sandbox() if self._settings.process_home == "private" else None,
                 ready=lambda: self._inventory.lends,
             )
             made.append(BoundedEngine(process, self._ceilings, lambda: process.bounds_memory, writers))
@@ -719,12 +720,13 @@ class Daemon:
                 format_id(self._me), self._switch, policy, self.edge, self._settings.system_checkpoints
             )
             made.append(BoundedEngine(docker, self._ceilings, writers=writers))
+        if "apptainer" in self._settings.engines:
+            apptainer = ApptainerEngine(self._switch, self._layout.apptainer_images, self._sandbox())
+            made.append(BoundedEngine(apptainer, self._ceilings, writers=writers))
         return {engine.name: GuardedEngine(engine, self._guard) for engine in made}
 
-    def _sandbox(self) -> Sandbox | None:
+    def _sandbox(self) -> Sandbox:
         """Return what guests must not see: the owner's home, sockets of programs and container engines, this node's state."""
-        if self._settings.process_home == "shared":
-            return None
         theirs = [f"/run/user/{os.getuid()}", os.environ.get("XDG_RUNTIME_DIR", ""), "/run/docker.sock"]
         engine = os.environ.get("DOCKER_HOST", "").removeprefix("unix://")
         hidden = [Path(path) for path in (*theirs, engine) if path.startswith("/")]

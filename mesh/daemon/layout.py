@@ -143,6 +143,11 @@ class Layout(NamedTuple):
         return self.root / "images"
 
     @property
+    def apptainer_images(self) -> Path:
+        """Unpacked images of the `apptainer` engine."""
+        return self.images / "apptainer"
+
+    @property
     def gossip(self) -> Path:
         return self.root / "gossip"
 

@@ -18,6 +18,7 @@ from membership.records import Record
 from membership.trust import TrustStore
 from mesh.execution.engine import BadImage, EngineError
 from mesh.images.allowlist import Image, ListError, user_of
+from mesh.images.apptainer import ApptainerImages
 from mesh.images.blobs import BlobStore
 from mesh.images.catalogue import SECTION, Catalogue
 from mesh.images.engine import PUSHED, ImageEngine, StoredImage
@@ -41,6 +42,7 @@ TURNS = 12  # after which every node that might publish a list has had a chance 
 TRIM_S = 60.0
 TELL_S = 0.5  # between reports of progress
 NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB in all (own choice)
+STORES = ("docker", "apptainer")  # engines with a store of images
 AT_ONCE = 8  # streams to other nodes; more would slow all of them (own choice)
 
 log = logging.getLogger(__name__)
@@ -87,7 +89,11 @@ class Library:
         self._peers, self._upstream, self._blame = peers, Upstream(registries if fetches else ()), blame
         self._seen: dict[NodeId, tuple[Record, Advert | None]] = {}
         self._registry_port = registry_port
-        self.engine = ImageEngine(lambda: self.registry.access)
+        self._stores: dict[str, ImageEngine | ApptainerImages] = {
+            "docker": ImageEngine(lambda: self.registry.access),
+            "apptainer": ApptainerImages(root / "apptainer", lambda: self.registry.access),
+        }
+        self.engine = self._stores["docker"]
         self._engine_ok = False
         self._turn, self._giving = asyncio.Semaphore(), asyncio.Semaphore(AT_ONCE)
         self._showing: dict[str, float] = {}
@@ -128,7 +134,8 @@ class Library:
         await asyncio.gather(*(pull.end() for pull in self.pulls.values()))
         await self.registry.close()
         await self.fetcher.close()
-        self.engine.close()
+        for store in self._stores.values():
+            store.close()
 
     # --- what there is
 
@@ -136,9 +143,10 @@ class Library:
     def rules(self) -> Rules:
         return self.catalogue.rules
 
-    async def look(self, engine_ok: bool) -> None:
-        """List the images on the engine."""
-        self._engine_ok = engine_ok
+    async def look(self, ready: str) -> None:
+        """List the images of the engine that is ready; "" if none of `STORES` is."""
+        self._engine_ok = engine_ok = bool(ready)
+        self.engine = self._stores.get(ready, self.engine)
         try:
             found = await self.engine.images() if engine_ok else []
         except EngineError as error:

@@ -58,7 +58,7 @@ class Terms(TypedDict, total=False):
     memory: int | str
     cpus: float
     image: str
-    engine: Literal["process", "docker"]
+    engine: Literal["process", "docker", "apptainer"]
     name: str
     env: dict[str, str]
     zone: str

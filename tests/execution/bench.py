@@ -17,8 +17,8 @@ COUNT = "while :; do echo step >> $MESH_OUT_DIR/steps; sleep 0.01; done"
 class Bench:
     """An engine and the directories of one attempt."""
 
-    def __init__(self, engine: Engine, root: Path, image: str | None) -> None:
-        self.engine, self.root, self.image = engine, root, image
+    def __init__(self, engine: Engine, root: Path, image: str | None, image_id: str | None = None) -> None:
+        self.engine, self.root, self.image, self.image_id = engine, root, image, image_id
         for name in ("work", "ckpt", "out", "ctl"):
             (root / name).mkdir()
         self.guests: list[Guest] = []
@@ -37,6 +37,7 @@ class Bench:
             "node": "desk",
             "grace_s": 30.0,
             "image": self.image,
+            "image_id": self.image_id,
         }
         return Launch(**{**fields, **changes})  # type: ignore[arg-type]
 

@@ -98,7 +98,7 @@ async def test_variable_reaches_the_guest(bench: Bench, files: SecretFiles) -> N
     secrets = GuestSecrets({"KEY": NASTY}, str(place) if place is not None else None)
     shown = await bench.output("env; cat /proc/$$/cmdline", secrets=secrets)
     assert f"KEY={NASTY}\n" in shown and shown.count("canary") == 1
-    assert not contained or "canary" not in _kept(bench)
+    assert bench.engine.name != "docker" or "canary" not in _kept(bench)
 
 
 def _kept(bench: Bench) -> str:

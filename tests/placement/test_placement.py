@@ -13,6 +13,7 @@ from mesh.model.events import MAX_EVENT_BYTES, REASON_CHARS
 from placement.advert import Advert, AdvertError, Gpu, Portion, decode_advert, encode_advert
 from placement.allocation import all_free, allocate
 from placement.decision import cannot_ever, decide, explain, replay, replica_order, witness_order
+from placement.filters import engine_for, refusals
 from placement.ranking import rank_nodes
 from placement.rendezvous import FRACTION_BITS, draws, lane, negative_log2, rank
 from placement.request import Request
@@ -207,6 +208,23 @@ def test_gpu_model_matches_any_part_of_name() -> None:
 def test_owner_runs_own_jobs_without_sandbox() -> None:
     request = Request(job=JOB, attempt=0, user="owner")
     assert rank_nodes(request, [advert(NODES[0], own_only=("process",), accepts=())]).candidates
+
+
+def test_image_runs_by_docker_else_by_apptainer() -> None:
+    request = Request(JOB, 0, "a", image="tool")
+    both = advert(NODES[0], engines=("apptainer", "docker"), images=("tool",))
+    only = advert(NODES[0], engines=("process", "apptainer"), images=("tool",))
+    assert engine_for(request, both) == "docker" and engine_for(request, only) == "apptainer"
+    assert engine_for(Request(JOB, 0, "a"), only) == "process", "a job without an image is a plain process"
+    assert refusals(request, only) == []
+    assert refusals(msgspec.structs.replace(request, engine="docker"), only) == ["has no docker engine"]
+    own = msgspec.structs.replace(only, own_only=("process", "apptainer"))
+    assert "only its owner's jobs with the apptainer engine" in refusals(request, own)[0]
+    assert "needs an image" in refusals(Request(JOB, 0, "a", engine="apptainer"), only)[0]
+    assert "has no image" in refusals(Request(JOB, 0, "a", image="other"), only)[0]
+    with_gpu = advert(NODES[0], engines=("apptainer",), images=("tool",), gpus=(gpu(1, 1000),))
+    asks = Request(JOB, 0, "a", image="tool", gpus=1)
+    assert "its apptainer engine gives jobs no GPUs" in refusals(asks, with_gpu)
 
 
 def test_impossible_request_is_refused_at_submission() -> None:

@@ -153,6 +153,40 @@ class ProcessEngine:
     async def _start(self, launch: Launch) -> "ProcessGuest":
         if launch.secrets.directory is not None and not (self._hides and self._kernel and self._kernel.namespaces):
             raise EngineError(f"a plain process has no {SECRETS} of its own here: name variables, or an image")
+        env = self._environment(launch)
+        order, group = await asyncio.to_thread(self._prepared, launch, env)
+        spec = {
+            "argv": launch.argv,
+            "wrap": self._wrap(launch),
+            "env": env,
+            "cwd": launch.work_dir,
+            "log": launch.log_path,
+            "memory_mib": launch.memory_mib,
+            "namespaces": self._namespaces,
+            "network": self._network if launch.proxy is None else "none",
+            "proxy": launch.proxy is not None,
+            "sandbox": order,
+            "reads": self._reads(launch),
+            "groups": {},
+            "until": launch.until,
+        }
+        entry = GuestEntry(boot_id(), self.name, launch.job, launch.attempt)
+        if group is not None:
+            spec["groups"] = group.plain()
+            if "memory" in group.kinds:
+                spec["memory_mib"] = None  # the group limits the whole guest
+            entry = dataclasses.replace(entry, groups=group.directories)
+        guest = ProcessGuest(self._switch, tuple(map(Path, entry.groups)), launch.proxy, self.own_root)
+        try:
+            await guest.start(await self._fork_server.watcher(), spec, entry)
+        except BaseException:
+            if group is not None:
+                await asyncio.to_thread(group.remove)
+            raise
+        return guest
+
+    def _environment(self, launch: Launch) -> dict[str, str]:
+        """Return the variables with which the guest's first program starts."""
         env = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         if (
             self._hides and self._kernel is not None and not self._kernel.namespaces
@@ -164,42 +198,21 @@ class ProcessEngine:
             env["VIRTUAL_ENV"] = launch.environment
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
         env |= {shown.variable: shown.source for shown in launch.data}
-        env |= {**_injected(launch.injection.env, env), **launch.secrets.variables}
-        order, group = await asyncio.to_thread(self._prepared, launch, env)
-        spec = {
-            "argv": launch.argv,
-            "env": env,
-            "cwd": launch.work_dir,
-            "log": launch.log_path,
-            "memory_mib": launch.memory_mib,
-            "namespaces": self._namespaces,
-            "network": self._network if launch.proxy is None else "none",
-            "proxy": launch.proxy is not None,
-            "sandbox": order,
-            "reads": [shown.source for shown in launch.data],
-            "groups": {},
-            "until": launch.until,
-        }
-        entry = GuestEntry(boot_id(), self.name, launch.job, launch.attempt)
-        if group is not None:
-            spec["groups"] = group.plain()
-            if "memory" in group.kinds:
-                spec["memory_mib"] = None  # the group limits the whole guest
-            entry = dataclasses.replace(entry, groups=group.directories)
-        guest = ProcessGuest(self._switch, tuple(map(Path, entry.groups)), launch.proxy)
-        try:
-            await guest.start(await self._fork_server.watcher(), spec, entry)
-        except BaseException:
-            if group is not None:
-                await asyncio.to_thread(group.remove)
-            raise
-        return guest
+        return env | {**_injected(launch.injection.env, env), **launch.secrets.variables}
+
+    def _wrap(self, launch: Launch) -> list[str]:
+        """Return the words in front of every command of the guest, also those of sessions."""
+        return []
+
+    def _reads(self, launch: Launch) -> list[str]:
+        """Return the paths that the guest may only read."""
+        return [shown.source for shown in launch.data]
 
     def _prepared(self, launch: Launch, env: Mapping[str, str]) -> tuple[dict[str, Any] | None, GuestGroup | None]:
         """Return what the guest sees (`sandbox.enter`) and its new control groups. EngineError if it must not start."""
         own, order, seen = _own(launch), None, set[Path]()
         if self._sandbox is not None:
-            reads, attempt = [Path(shown.source) for shown in launch.data], Path(launch.work_dir).parent
+            reads, attempt = [Path(path) for path in self._reads(launch)], Path(launch.work_dir).parent
             order = self._sandbox.plain(
                 attempt, own, launch.shm_mib, reads, launch.secrets.directory, launch.environment
             )
@@ -238,8 +251,10 @@ class ProcessGuest:
         switch: KillSwitch,
         groups: tuple[Path, ...] = (),
         proxy: Callable[[socket.socket], None] | None = None,
+        own_root: bool = False,
     ) -> None:
         self._switch, self._groups, self._proxy = switch, groups, proxy
+        self._own_root = own_root
         self._key = ""
         self._first: Process | None = None
         self._watcher: Watcher | None = None
@@ -288,11 +303,15 @@ class ProcessGuest:
     async def wait(self) -> Exit:
         return await asyncio.shield(self._exit)
 
+    def ended(self, call: Callable[[], None]) -> None:
+        """Have `call` called when the guest has ended."""
+        self._exit.add_done_callback(lambda _: call())
+
     async def catches_term(self) -> bool:
-        return any(catches(pid, signal.SIGTERM) for pid in self._pids())
+        return any(catches(pid, signal.SIGTERM) for pid in self._told())
 
     async def terminate(self) -> bool:
-        pids = self._pids()
+        pids = self._told()
         catching = [pid for pid in pids if catches(pid, signal.SIGTERM)]
         # A helper with a session of its own (W&B's, and every program in Go "catches" SIGTERM) would end before it is done.
         own = [pid for pid in catching if _session(pid) == _session(min(pids, key=_age))]
@@ -376,12 +395,28 @@ class ProcessGuest:
             os.close(self._daemon_end)
             self._daemon_end = -1
 
+    def _told(self) -> list[int]:
+        """Return the processes that get a notice: those in the guest's own root, not the program that made it."""
+        if not self._own_root or self._first is None:
+            return self._pids()
+        outside = _root(self._first.pid)
+        return [pid for pid in self._pids() if _root(pid) not in (None, outside)]
+
     def _pids(self) -> list[int]:
         """Return every process of the job: the watcher's descendants without process 1 of the guest."""
         if self._watcher is None or not self._watcher.lives:
             return []
         first = self._first.pid if self._first is not None else 0
         return [pid for pid in descendants_of(self._watcher.process.pid) if pid != first]
+
+
+def _root(pid: int) -> tuple[int, int] | None:
+    """Return the device and inode of a process's root directory; None if it has ended."""
+    try:
+        found = Path(f"/proc/{pid}/root").stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _age(pid: int) -> tuple[float, int]:

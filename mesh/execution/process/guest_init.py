@@ -189,7 +189,8 @@ def become_job(spec: dict, log: int) -> None:  # type: ignore[type-arg]
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         os.chdir(spec["cwd"])
-        os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
+        argv = [*spec["wrap"], *spec["argv"]]
+        os.execvpe(argv[0], argv, spec["env"])
     except OSError as error:
         missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
         os.write(2, f"mesh: cannot run {spec['argv'][0]!r}: {error.strerror}\n".encode())

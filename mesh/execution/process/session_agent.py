@@ -313,7 +313,8 @@ def become_command(order: Spec, spec: Spec, stdio: tuple[int, int, int]) -> None
         if order.get("tty"):
             env["TERM"] = order.get("term") or "dumb"
         os.chdir(spec["cwd"])
-        os.execvpe(order["argv"][0], order["argv"], env)
+        argv = [*spec["wrap"], *order["argv"]]
+        os.execvpe(argv[0], argv, env)
     except OSError as error:
         missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
         os.write(2, f"mesh: cannot run {order['argv'][0]!r}: {error.strerror}\n".encode())
