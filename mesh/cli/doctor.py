@@ -305,8 +305,8 @@ def _findings(facts: Facts) -> Iterator[Finding]:
         yield from _network(facts.status, facts.network, facts.own)
         engines = facts.status["engines"]
         for name, engine in engines.items():
-            if name == "apptainer" and engines.get("docker", {}).get("ok"):
-                continue  # it is not needed
+            if name == "apptainer" and not _concerns(engine, engines.get("docker")):
+                continue
             yield _engine(name, engine)
             yield from _limits(name, engine, facts.limits_disk)
         for name in engines:
@@ -544,6 +544,13 @@ def _limits(name: str, engine: dict[str, Any], limits_disk: bool) -> Iterator[Fi
     missing = [limit for limit in engine["unlimited"] if limit != DISK_RATE or limits_disk]
     if engine["ok"] and missing:
         yield warn(f"limits of {name}", f"none of {', '.join(missing)} for a guest as a whole", engine["limits_by"])
+
+
+def _concerns(apptainer: dict[str, Any], docker: dict[str, Any] | None) -> bool:
+    """Tell whether Apptainer is worth a word: it runs images here, or could where Docker does not."""
+    from mesh.execution.apptainer.engine import NOT_INSTALLED
+
+    return bool(apptainer["ok"]) or docker is None or not (docker["ok"] or apptainer["detail"] == NOT_INSTALLED)
 
 
 def _engine(name: str, engine: dict[str, Any]) -> Finding:

@@ -15,6 +15,7 @@ from mesh.cli.nodes import edge_text
 from mesh.daemon.layout import Layout, save_membership
 from mesh.daemon.leftovers import Leftovers, find
 from mesh.daemon.stack import Stack
+from mesh.execution.apptainer.engine import NOT_INSTALLED
 from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.network.edge import EdgeState
 from mesh.network.egress import tag_of
@@ -237,3 +238,23 @@ def test_limits_that_cannot_be_set_are_named_with_the_way_to_get_them(
     said = [finding for finding in found if finding.check == "limits of process"]
     assert [finding.state for finding in said] == (["warn"] if named else [])
     assert named is None or (said[0].detail.startswith(named) and said[0].next == "`loginctl ...`")
+
+
+@pytest.mark.parametrize(
+    ("apptainer", "docker", "shown"),
+    [
+        ("", True, False),
+        ("guests cannot be limited here", True, False),
+        ("guests cannot be limited here", False, True),
+        (NOT_INSTALLED, False, False),
+        (NOT_INSTALLED, None, True),
+        ("", False, True),
+    ],
+)
+def test_apptainer_is_named_where_it_could_run_images(apptainer: str, docker: bool | None, shown: bool) -> None:
+    engines: dict[str, Any] = {} if docker is None else {"docker": {"ok": docker, "detail": "", "isolation": ""}}
+    for engine in engines.values():
+        engine |= {"unlimited": [], "limits_by": "", "system": {"platform": "", "problem": "", "gpu_problem": ""}}
+    other = {"ok": not apptainer and not docker, "detail": apptainer, "isolation": "", "unlimited": [], "limits_by": ""}
+    found = diagnose(facts(status=status(engines={**engines, "apptainer": other})))
+    assert any("apptainer" in one.check for one in found) == shown

@@ -23,6 +23,7 @@ NEEDED = ("memory", "processes", "CPU")  # limits without which no guest runs
 ENVIRONMENT = "APPTAINERENV_"  # prefix of a variable of the guest, to Apptainer
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OPTIONS = ("--silent", "exec", "--userns", "--contain", "--cleanenv", "--no-eval", "--no-umask")
+NOT_INSTALLED = "Apptainer is not installed: `apt install apptainer`, or your cluster's"
 WEAKER = (
     "weaker than Docker: a short filter of system calls, user namespaces, /proc and /sys are in reach, and guests have the "
     "daemon's user id; no network; no GPUs; images need /bin/sh; it shares the kernel"
@@ -41,9 +42,7 @@ class ApptainerEngine(ProcessEngine):
 
     async def availability(self) -> Availability:
         if shutil.which("apptainer") is None:
-            return Availability(
-                ok=False, detail="Apptainer is not installed: `apt install apptainer`, or your cluster's"
-            )
+            return Availability(ok=False, detail=NOT_INSTALLED)
         if os.getuid() == 0:
             return Availability(ok=False, detail="its guests would be root on this machine: run the node as a user")
         state = await super().availability()
