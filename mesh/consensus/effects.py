@@ -21,7 +21,8 @@ class Send(msgspec.Struct, frozen=True):
 class WitnessRecord(msgspec.Struct, frozen=True):
     """The durable state of one job on one witness, whose journal is `disk`. The lease clock is not part of it: see
     `Witness.restored`. `owner`: the attempt that has taken the lease in the accepted term. `warrants` name the group, once it has
-    changed: for a witness that missed the change.
+    changed: for a witness that missed the change. `earlier` has groups before this one with theirs, the latest first: for a
+    witness that missed more than one change.
     """
 
     job: bytes
@@ -39,6 +40,7 @@ class WitnessRecord(msgspec.Struct, frozen=True):
         b""  # the user's word for the group that a recovery named, for nodes that knew the lost one
     )
     warrants: tuple[bytes, ...] = ()
+    earlier: tuple[tuple[Config, tuple[bytes, ...]], ...] = ()
 
 
 decode_witness_record = msgspec.msgpack.Decoder(WitnessRecord).decode

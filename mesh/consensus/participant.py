@@ -5,6 +5,7 @@ and the role it belongs to.
 """
 
 from collections.abc import Callable, Sequence, Set
+from math import inf
 from random import Random
 from typing import Literal
 
@@ -42,7 +43,7 @@ from mesh.consensus.messages import (
     Start,
     StartAnswer,
 )
-from mesh.consensus.proposer import Fenced, Proposer
+from mesh.consensus.proposer import ANSWER_S, Fenced, Proposer
 from mesh.consensus.reports import (
     CancelWanted,
     ClockStood,
@@ -141,6 +142,7 @@ class Participant:
             bytes, tuple[tuple[bytes, int, bytes, Config], bytes]
         ] = {}  # the last warrant for each job
         self._checked: dict[bytes, tuple[Config, tuple[bytes, ...]]] = {}  # the last group and warrants, for each job
+        self._led: dict[bytes, dict[bytes, float]] = {}  # when a witness of a job was led to a later group
         self._rules = rules
         self._rng = rng
         self._view: View | None = None
@@ -178,6 +180,7 @@ class Participant:
         del self.witnesses[job], self.leaders[job]
         self._vouchers.pop(job, None)
         self._checked.pop(job, None)
+        self._led.pop(job, None)
         self.archived.add(job)
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
@@ -571,6 +574,8 @@ class Participant:
         if isinstance(message, Refused) and message.finished and message.record is not None and witness is not None:
             closed = Closed(job=job, term=message.accepted_term, record=message.record)
             out += self._from(job, "witness", witness.handle(sender, closed, at.now))
+        if isinstance(message, Refused) and message.config is not None and witness is not None:
+            out += self._from(job, "witness", self._lead(sender, message.config, witness, at))
         submission = self._submissions.get(job)
         asked = submission is not None and submission.proposer.asks(sender)
         if submission is not None and asked and message.term == submission.proposer.term:
@@ -584,6 +589,24 @@ class Participant:
             else:
                 out += self._from(job, "runner", runner.on_refused(sender, message, at))
         return out
+
+    def _lead(self, sender: bytes, known_there: Config, witness: Witness, at: Instant) -> list[Effect]:
+        """Lead a witness that missed more than one change to a group that has this node, now and then.
+
+        It takes up a group by the word of a member of the one that it knows (`_learn_group`). Once it knows a group with this
+        node, this node's word counts.
+        """
+        known = witness.witness_record
+        missed = [
+            (group, warrants)
+            for group, warrants in reversed(known.earlier)
+            if group.order > known_there.order and self.me in group.nodes
+        ]
+        led = self._led.setdefault(known.job, {}) if missed and sender in known.config.nodes else None
+        if led is None or at.now < led.get(sender, -inf) + ANSWER_S:
+            return []
+        led[sender] = at.now
+        return [Send(sender, PreVote(known.job, known.promised + 1, group, warrants)) for group, warrants in missed]
 
     def _on_submission_answer(
         self, job: bytes, submission: _Submission, sender: bytes, message: Accepted | Refused, at: Instant

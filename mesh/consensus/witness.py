@@ -35,6 +35,7 @@ from mesh.consensus.messages import (
 from mesh.model.record import Config, JobRecord, Outcome
 from mesh.model.spec import JobSpec
 
+MOST_EARLIER = 2  # groups before the present one that are kept (own choice)
 HELD_SHARE = 0.9  # a hundred times the worst quartz drift with NTP slewing (500 ppm on either side)
 
 
@@ -245,6 +246,9 @@ class Witness:
     def _save(self, **changes: object) -> SaveWitnessRecord:
         before = self.witness_record
         self.witness_record = msgspec.structs.replace(before, **changes)
+        if before.warrants and self.witness_record.config.number > before.config.number:
+            earlier = ((before.config, before.warrants), *before.earlier)[:MOST_EARLIER]
+            self.witness_record = msgspec.structs.replace(self.witness_record, earlier=earlier)
         assert self.witness_record.promised >= before.promised, "a promise is never taken back"
         assert self.witness_record.accepted_term >= before.accepted_term
         assert not before.final or self.witness_record.record.outcome == before.record.outcome, "J5: one end"

@@ -1,6 +1,7 @@
 """Participant: witness, leader and runner of a job on one node, and the permissions of other nodes."""
 
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -36,7 +37,7 @@ from mesh.consensus.participant import SUBMIT_WITHIN_S, Directed, Participant, R
 from mesh.consensus.reports import GuestStarted
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer
-from mesh.consensus.witness import Witness
+from mesh.consensus.witness import MOST_EARLIER, Witness
 from mesh.model.record import FIRST_TERM, Attempt, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import JobSpec, SpecError
 from tests.consensus.worlds import (
@@ -631,6 +632,69 @@ def test_witness_keeps_the_warrants_that_name_its_group() -> None:
     again = Config(2, 3, voters(A, B, E))
     participant.receive(B, msgspec.structs.replace(accept, round=2, config=again), at(2))
     assert participant.witnesses[JOB].witness_record.warrants == (), "they name the group before"
+
+
+THIRD = Config(number=2, term=4, members=voters(A, D, E))
+
+
+def teacher(*earlier: tuple[Config, tuple[bytes, ...]]) -> Participant:
+    """Return D, which has gone through the second and third group."""
+    made = make_participant(D)
+    record = WitnessRecord(
+        JOB, DISK, SPEC_BYTES, THIRD, 4, 4, JobRecord(version=2), None, False,
+        warrants=(names_group(D, THIRD),), earlier=earlier,
+    )  # fmt: skip
+    made.restore(Witness.restored(record, make_spec(), 0.0), at(0))
+    leader = made.leaders[JOB]
+    leader.view = make_view(D, (A, D))
+    leader._ask(at(0))
+    assert leader.state == "asking"
+    return made
+
+
+def passed(sent: list[tuple[bytes, AnyMessage]], to: Participant, sender: Participant, kind: type) -> list[AnyMessage]:
+    answers = [messages(to.receive(sender.me, message, at(1)), kind) for node, message in sent if node == to.me]
+    return [message for found in answers for _, message in found]
+
+
+def test_witness_that_missed_two_changes_is_led_to_a_group_with_the_leader() -> None:
+    """Regression (simulator seed 160): of its group it was alone, and the later one needed its vote."""
+    there, asking = reader(), teacher((LATER, (names_group(B, LATER),)))
+    ask = asking.leaders[JOB]._asking(PreVote)
+    (refused,) = passed([(A, ask)], there, asking, Refused)
+    (step,) = messages(asking.receive(A, refused, at(1)), PreVote)
+    assert not messages(asking.receive(A, refused, at(2)), PreVote), "now and then"
+    assert not messages(asking.receive(B, refused, at(1)), PreVote), "B is not in the group"
+    assert passed([step], there, asking, PreVoteGranted) and there.witnesses[JOB].witness_record.config == LATER
+    assert passed([(A, ask)], there, asking, PreVoteGranted), "D is a member of the group that it knows now"
+    assert messages(asking.receive(A, refused, at(1 + ANSWER_S)), PreVote)
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        (),
+        ((LATER, (names_group(E, LATER),)),),  # nobody whom A knows
+        ((LATER, (names_group(B, THIRD),)),),  # of another group
+        ((Config(1, 3, voters(A, B, C)), (names_group(B, Config(1, 3, voters(A, B, C))),)),),  # D is not in it
+    ],
+)
+def test_witness_is_led_by_those_it_knows_alone(earlier: tuple[Any, ...]) -> None:
+    there, asking = reader(), teacher(*earlier)
+    (refused,) = passed([(A, asking.leaders[JOB]._asking(PreVote))], there, asking, Refused)
+    passed(messages(asking.receive(A, refused, at(1)), PreVote), there, asking, Refused)
+    assert there.witnesses[JOB].witness_record.config == GROUP
+
+
+def test_earlier_groups_are_kept_with_their_warrants_and_bounded() -> None:
+    participant = reader()
+    groups = [Config(number, 3, voters(A, B, node)) for number, node in enumerate((D, E, C, D), 1)]
+    for number, group in enumerate(groups, 1):
+        accept = Accept(JOB, 3, number, group, JobRecord(version=1), None, warrants=(names_group(B, group),))
+        participant.receive(B, accept, at(number))
+    known = participant.witnesses[JOB].witness_record
+    assert known.config == groups[-1] and MOST_EARLIER == 2
+    assert known.earlier == tuple((group, (names_group(B, group),)) for group in (groups[2], groups[1]))
 
 
 def test_node_without_a_vote_joins_a_later_group_as_a_newcomer() -> None:

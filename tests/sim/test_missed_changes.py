@@ -3,7 +3,7 @@
 import pytest
 
 from mesh.consensus.participant import Participant
-from mesh.model.record import Voter
+from mesh.model.record import Config, Voter
 from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan
 from sim.protocol.job_checkers import all_job_checkers
 from sim.protocol.jobs import JobNode, JobsWorld
@@ -17,9 +17,9 @@ def lose(world: JobsWorld, node: JobNode) -> None:
     node.crash()
 
 
-def miss_a_change(seed: int) -> tuple[JobsWorld, bytes]:
-    """Return a world in which half of a job's last group missed the change that made it, and the others know it from a lost
-    node.
+def miss_changes(seed: int, changes: int = 1) -> tuple[JobsWorld, bytes]:
+    """Return a world in which one of the two that are left of a job's last group missed the changes that made it; all others
+    of the group that it knows are lost.
     """
     world = JobsWorld(
         seed, faults=QUIET, mesh=MeshPlan(nodes=8, gangs=0.0), jobs=2, work=WorkPlan(), job_checkers=all_job_checkers()
@@ -36,37 +36,50 @@ def miss_a_change(seed: int) -> tuple[JobsWorld, bytes]:
     world.until(lambda: bool(world.holders(job)) and world.groups[job].number == 0, 60.0, "running")
     runner = world.holders(job)[0][0]
     group = [world.by_id[node] for node in world.groups[job].nodes]
-    stale, leaver, last = sorted(group, key=lambda node: node is runner)
+    stale, *others = sorted(group, key=lambda node: node is runner)
     world._closed.append(stale.id)
-    leaver.gone = True
-    leaver.leave()
-    known = world.groups[job]
+    known, joined = world.groups[job], list[bytes]()
+    for leaver in others[:changes]:
+        before = world.groups[job]
+        leaver.gone = True
+        leaver.leave()
 
-    def changed() -> bool:
-        config = world.groups[job]
-        return config.number > known.number and not config.previous and leaver.id not in config.nodes
+        def changed(before: Config = before, leaver: JobNode = leaver) -> bool:
+            config = world.groups[job]
+            return config.number > before.number and not config.previous and leaver.id not in config.nodes
 
-    world.until(changed, 60.0, "changed")
-    newcomer = next(world.by_id[node] for node in world.groups[job].nodes if node not in known.nodes)
-    world.kernel.run(world.kernel.now + 10.0)
+        world.until(changed, 60.0, "changed")
+        world.kernel.run(world.kernel.now + 10.0)
+        joined += [node for node in world.groups[job].nodes if node not in {*before.nodes, *joined}]
     assert stale.id in world.groups[job].nodes
     assert stale.disk.witness_records[job].config == known
-    for node in {last, *(node for node, _ in world.holders(job))} - {newcomer, stale}:
-        lose(world, node)
+    newcomer = world.by_id[joined[0]]  # it has gone through each later change
+    members = {world.by_id[node] for node in world.groups[job].nodes}
+    for node in {*others, *members, *(node for node, _ in world.holders(job))} - {newcomer, stale}:
+        if not node.gone:
+            lose(world, node)
     world._open(stale.id)
     assert {Voter(node.id, node.disk.name) for node in (stale, newcomer)} < set(world.groups[job].members)
     return world, job
 
 
+@pytest.mark.parametrize("changes", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_job_goes_on(seed: int) -> None:
-    world, job = miss_a_change(seed)
+def test_job_goes_on(seed: int, changes: int) -> None:
+    world, job = miss_changes(seed, changes)
     world.until(lambda: world.outcome(job) is not None, 600.0, "J4")
     assert world.outcome(job) == "done"
 
 
 def test_no_witness_learns_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Participant, "_learn_group", lambda *asked: [])
-    world, job = miss_a_change(0)
+    world, job = miss_changes(0)
+    with pytest.raises(Violation, match="J4"):
+        world.until(lambda: world.outcome(job) is not None, 600.0, "J4")
+
+
+def test_witness_that_missed_two_changes_is_not_led(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Participant, "_lead", lambda *asked: [])
+    world, job = miss_changes(0, 2)
     with pytest.raises(Violation, match="J4"):
         world.until(lambda: world.outcome(job) is not None, 600.0, "J4")
