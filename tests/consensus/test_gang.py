@@ -291,6 +291,8 @@ class TestMember:
         member.member.started()
         effects = member.member.vacate(9.0, "the owner", at(2))
         assert says(effects, MemberLeaving) and Notify("vacate", 9.0, "the owner") in effects
+        again = member.member.vacate(90.0, "the owner", at(2))
+        assert says(again, MemberLeaving) and len(again) == 1, "one notice, whose grace is not prolonged"
         assert member.timer("grace", effects) == [Kill("grace of the notice is over")]
         ((_, ended),) = says(member.member.exited(137, "", at(3)), MemberEnded)
         assert ended.problem == "the owner", "the end repeats the reason, because the notice may be lost"  # type: ignore[union-attr]

@@ -1,6 +1,7 @@
 """Attempt: a stop before the guest runs leaves no guest; a last checkpoint that cannot be stored is reported."""
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -172,6 +173,20 @@ async def test_time_for_which_a_guest_is_held_until_its_end_is_no_lost_work(plac
     place.attempt.hold("its owner is back")
     place.attempt.perform(Kill("its owner is back"))
     assert isinstance(await place.next_event(), GuestExited) and len(stood) == 1
+
+
+async def test_notice_to_leave_is_not_replaced_by_one_to_save(tmp_path: Path) -> None:
+    place = Place(tmp_path, LateEngine(waits=False))
+    (tmp_path / "attempt" / "ctl").mkdir(parents=True)
+    await place.attempt._notify("checkpoint", 5.0, "due")
+    told = tmp_path / "attempt" / "ctl" / "notice.json"
+    assert json.loads(told.read_text())["kind"] == "checkpoint"
+    await place.attempt._notify("vacate", 30.0, "its owner is back")
+    await place.attempt._notify("checkpoint", 5.0, "due")
+    notice = json.loads(told.read_text())
+    assert (notice["kind"], notice["reason"], notice["seq"]) == ("vacate", "its owner is back", 2)
+    await place.attempt.close()
+    await place.engine.close()
 
 
 async def test_unforeseen_error_of_the_last_save_is_reported(tmp_path: Path) -> None:

@@ -517,6 +517,14 @@ def test_members_of_a_revoked_admitter_are_dropped_at_once() -> None:
     assert root.knows(dan) and ann.knows(dan)
 
 
+def test_new_certificate_is_published() -> None:
+    ann = CoreNode("ann")
+    renewed = admitted(ROOT, GENESIS, ROOT_CHAIN, ann.identity.node_id, "ann", "ann", NOW + 1)
+    ann.core.publish_chain(renewed)
+    record = ann.core.records.get(ann.identity.node_id, "trust", NOW)
+    assert record is not None and record.body == renewed == ann.core.chain
+
+
 def test_certificate_of_another_node_is_no_renewal() -> None:
     ann = CoreNode("ann")
     asking = ann.core.ask_renewal()

@@ -1,13 +1,13 @@
 """The advertised address follows what members see, within what the owner and this machine's interfaces allow."""
 
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from membership.identity import NodeId
 from membership.reachability import FIRST_CHECK_S, Reachability
-from membership.reconcile import Reached
+from membership.reconcile import FrameError, Reached
 from membership.streams import Streams
 from tests.membership.test_core import CoreNode, meet
 
@@ -42,6 +42,23 @@ async def checked(
 
 async def test_address_of_an_own_interface_that_a_member_sees_is_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await checked(monkeypatch, OWN)).host == OWN
+
+
+async def test_answer_to_an_earlier_question_says_nothing() -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+
+    class Answering(Streams):
+        late = 0
+
+        async def _ask(self, question: Any, host: str, port: int) -> tuple[NodeId, Any]:
+            return bob.identity.node_id, Reached(1, question.nonce + self.late, True, "acked", OWN)
+
+    streams = Answering.__new__(Answering)
+    streams._core = ann.core
+    assert (await streams.ask_reached(OWN, 1, OTHER, 2))[1].udp
+    streams.late = 1
+    with pytest.raises(FrameError, match="does not match the question"):
+        await streams.ask_reached(OWN, 1, OTHER, 2)
 
 
 async def test_address_of_another_machine_is_never_advertised(monkeypatch: pytest.MonkeyPatch) -> None:

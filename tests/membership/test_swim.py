@@ -121,6 +121,24 @@ def test_own_suspicion_is_refuted_with_a_higher_incarnation() -> None:
     assert me is not None and me.state == "alive" and me.incarnation == 5
 
 
+def test_accused_node_trusts_its_own_probes_less() -> None:
+    """Lifeguard: who is suspected is slow itself."""
+    swim = core(PEER)
+    accusation = Suspect(ME, 1, 0)
+    before = swim.health.scaled(1.0)
+    swim.on_evidence(PEER, accusation, sealed(accusation), 1.0)
+    assert swim.health.scaled(1.0) > before
+
+
+def test_node_that_has_left_refutes_nothing() -> None:
+    swim = core(PEER)
+    swim.leave(1.0)
+    accusation = Suspect(ME, 1, 5)
+    assert swim.on_evidence(PEER, accusation, sealed(accusation), 2.0) == []
+    me = swim.table.get(ME)
+    assert me is None or me.state == "left"
+
+
 @pytest.mark.parametrize("kind", [Suspect, Dead])
 def test_accusation_of_the_present_incarnation_is_refuted(kind: type) -> None:
     swim = core(PEER)

@@ -3,9 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membership.envelope import MeshSealer, seal
+from membership.envelope import MeshSealer, open_envelope, seal
 from membership.identity import Identity
 from membership.trust import (
+    _GENESIS_ID,
     ROLES,
     Certificate,
     NameTaken,
@@ -452,6 +453,13 @@ def test_each_founder_admits_members() -> None:
 def test_impossible_founders_are_refused(others: tuple[bytes, ...], quorum: int) -> None:
     with pytest.raises(TrustError, match="founders"):
         found_mesh(ROOT, "lab", "root", "ada", NOW, others, quorum)
+
+
+def test_mesh_that_none_of_its_founders_has_signed_is_refused() -> None:
+    _, payload = open_envelope(GENESIS, _GENESIS_ID, "genesis")
+    assert TrustStore(seal(ROOT, _GENESIS_ID, "genesis", payload)).founder == ROOT.node_id
+    with pytest.raises(TrustError, match="not signed by one of its roots"):
+        TrustStore(seal(SECOND, _GENESIS_ID, "genesis", payload))
 
 
 # --- any number of revocations
