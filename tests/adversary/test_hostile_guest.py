@@ -1,7 +1,9 @@
 """A hostile job of the process engine, started as a real guest, reaches nothing of its host's owner."""
 
 import asyncio
+import errno
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from mesh.execution.engine import BadCommand
-from mesh.execution.process.confinement import FILES_FROM, IO_URING, MACHINES, SCOPES_FROM, landlock_version
+from mesh.execution.process.confinement import (
+    FILES_FROM,
+    IO_URING,
+    KEPT_CAPABILITIES,
+    MACHINES,
+    SCOPES_FROM,
+    landlock_version,
+)
 from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.process.sandbox import Sandbox
 from mesh.rpc.frames import Order
@@ -144,6 +153,16 @@ async def test_guest_cannot_regain_rights(bench: Bench, machine: Path) -> None:
     os.close(terminal)
     text = await bench.output("cat /proc/self/status")
     assert "NoNewPrivs:\t1" in text and "Seccomp:\t2" in text
+    if os.geteuid() == 0:
+        (bound,) = re.findall(r"CapBnd:\t([0-9a-f]+)", text)
+        assert int(bound, 16) == sum(1 << capability for capability in KEPT_CAPABILITIES), "all others are given up"
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="no other machine has a second table of system calls")
+async def test_guest_makes_no_call_by_the_numbers_of_x32(bench: Bench) -> None:
+    """A kernel without x32 says ENOSYS by itself: the filter denies them before."""
+    call = f"import ctypes; c = ctypes.CDLL(None, use_errno=True); c.syscall({1 << 30 | 39}); print(ctypes.get_errno())"
+    assert (await bench.output(f"exec {sys.executable} -c '{call}'")).strip() == str(errno.EPERM)
 
 
 @pytest.mark.skipif(landlock_version() < FILES_FROM, reason="this kernel has no Landlock")
