@@ -127,7 +127,7 @@ def judge(tree: Tree, mutant: Mutant) -> Outcome:
             run = tree.run([mutant.sim], SIM_LIMIT_S, SEEDS)
     if simulated and run.status == FAILED and tree.run([run.first], SIM_LIMIT_S, SEEDS).status != 0:
         return outcome(BROKEN, f"{run.first} fails without the fault too")
-    if run.status == FAILED:
+    if run.status == FAILED and run.first:  # else pytest itself has failed
         return outcome(FOUND, run.first)
     if run.none_ran:
         return outcome(LEFT_OUT, run.output.strip().rpartition("\n")[2])

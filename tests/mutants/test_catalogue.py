@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.catalogue import HERE, ROOT, catalogue, chosen, sample
-from tests.mutants.runner import FOUND, judge_all
+from tests.mutants.runner import BROKEN, FOUND, Run, Tree, judge_all
 
 
 def statements(text: str) -> dict[str, ast.stmt]:
@@ -59,6 +59,16 @@ def test_each_fault_has_a_name_of_its_own_and_tests_that_exist() -> None:
             file, *names = test.split("::")
             text = (ROOT / file).read_text()
             assert not names or f"def {names[-1].partition('[')[0]}(" in text, f"{mutant.name} names {test}"
+
+
+def test_pytest_that_does_not_start_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = sample(datetime.now(UTC).date())[:1]
+    for output, result in (
+        ("ModuleNotFoundError: No module named 'pytest'", BROKEN),
+        ("FAILED tests/x.py::y - z", FOUND),
+    ):
+        monkeypatch.setattr(Tree, "run", lambda *asked, output=output, **more: Run(1, output))
+        assert [one.result for one in judge_all(fault, 1, lambda outcome: None, unbroken=False)] == [result]
 
 
 def test_todays_sample_of_faults_is_found(capsys: pytest.CaptureFixture[str]) -> None:
