@@ -189,6 +189,24 @@ async def test_notice_to_leave_is_not_replaced_by_one_to_save(tmp_path: Path) ->
     await place.engine.close()
 
 
+async def test_notice_leaves_the_reserve_out_and_outlives_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, LateEngine(waits=False))
+    (tmp_path / "attempt" / "ctl").mkdir(parents=True)
+    place.attempt.reserve_s = 10.0
+    await place.attempt._notify("vacate", 30.0, "its owner is back")
+    assert json.loads((tmp_path / "attempt" / "ctl" / "notice.json").read_text())["grace_s"] == 20.0
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(attempt_module, "put_file", full)
+    await place.attempt._notify("vacate", 30.0, "its owner is back")
+    await place.attempt.close()
+    await place.engine.close()
+
+
 async def test_unforeseen_error_of_the_last_save_is_reported(tmp_path: Path) -> None:
     def fails(*roots: object, **more: object) -> None:
         raise KeyError("x")

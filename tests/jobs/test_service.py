@@ -313,6 +313,45 @@ async def test_notice_stops_copies_to_the_standby(jobs: JobService) -> None:
     del jobs.attempts[JOB]
 
 
+async def test_message_waits_for_what_it_is_judged_by(jobs: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One about an archived job waits for its record, one that asks for something until its witnesses vouch."""
+    taken: list[str] = []
+
+    async def archived(*given: object) -> None:
+        taken.append("archived")
+
+    async def vouched(*given: object) -> None:
+        taken.append("vouched")
+
+    monkeypatch.setattr(jobs, "_deliver_archived", archived)
+    monkeypatch.setattr(jobs, "_deliver_vouched", vouched)
+    monkeypatch.setattr(jobs, "_needs_vouching", lambda message: True)
+    jobs.participant.archived.add(JOB)
+    assert jobs.deliver(B, encode_message(Cancel(job=JOB, user="ada")))
+    asks = encode_message(Enlist(JOB, 2, 1, SPEC_BYTES))
+    assert jobs.deliver(B, asks)
+    async with asyncio.timeout(WAIT_S):
+        while len(taken) < 2:
+            await asyncio.sleep(0)
+    assert taken == ["archived", "vouched"]
+    jobs.vouching._waiting = 1 << 20
+    assert not jobs.deliver(B, asks), "too many wait to be vouched for"
+
+
+async def test_notice_goes_to_the_named_jobs_alone(jobs: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[bytes]] = []
+    jobs.participant.members |= {b"1" * 16: None, b"2" * 16: None}  # type: ignore[dict-item]
+    monkeypatch.setattr(jobs.departure_planner, "notices", lambda chosen, *more: told.append(chosen) or {})
+
+    async def ended(*given: object, **more: object) -> None:
+        return None
+
+    monkeypatch.setattr(jobs, "_end_all", ended)
+    assert await jobs.vacate(1.0, "the owner", [b"2" * 16]) == [b"2" * 16] and told == [[b"2" * 16]]
+    assert len(await jobs.vacate(1.0, "the owner")) == 2
+    jobs.participant.members.clear()
+
+
 async def test_node_without_a_vote_asks_before_it_joins(jobs: JobService) -> None:
     me, disk = jobs._me, jobs.participant.disk
     group = Config(0, 0, (Voter(me, disk), Voter(B, b"b")))
