@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from membership.durable import write_durably
 from mesh.execution.control_files import read_file
@@ -38,6 +38,7 @@ from mesh.model.environment import MOST_LOCK_BYTES, EnvironmentRefused, UvProjec
 from mesh.util import trees
 from mesh.util.byte_text import amount
 from mesh.util.redaction import redacted
+from mesh.util.remembered import Remembered
 
 MARK, ENV, CACHE, INDEX = "complete", "env", "cache", "index"
 ASK_S, BUILD_S = 60.0, 1800.0  # for uv to read a lock, and to fetch and install it (own choice)
@@ -48,9 +49,6 @@ SCRIPT_HEAD = 4096  # of a program: where it names its interpreter
 QUIET = ("--no-config", "--no-python-downloads", "--no-progress", "--color", "never")
 PASSED = ("PATH", "HOME", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 NO_UV = "uv is not installed on this node: its owner can run `pip install uv`, or see https://docs.astral.sh/uv"
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +76,10 @@ class Environments:
         self._directory, self._index, self._quota = directory, index, quota_bytes
         self._building = asyncio.Lock()  # one at a time: it takes the disk and the network
         self._used = Counter[Path]()
-        self._packages = Remembered[tuple[bool, str, str], list[str]]()
-        self._pythons = Remembered[
-            str, OwnPython
-        ]()  # by the versions that are wanted; uv needs half a second to find one
-        self._of_images = Remembered[str, ImagePython]()  # by the engine's id of the image
+        self._packages = Remembered[tuple[bool, str, str], list[str]](REMEMBERED)
+        # By the versions that are wanted: uv needs half a second to find one.
+        self._pythons = Remembered[str, OwnPython](REMEMBERED)
+        self._of_images = Remembered[str, ImagePython](REMEMBERED)  # by the engine's id of the image
 
     async def python_of(self, image_id: str | None, ask: Callable[[], Awaitable[ImagePython]]) -> ImagePython:
         """Return the Python of an image, which is asked once."""
@@ -289,16 +286,6 @@ class Environments:
     def _hint(self, bounded: bool) -> str:
         hint = "; its owner allows no index here (uv_index in config.toml)"
         return hint if bounded and not self._index else ""
-
-
-class Remembered(dict[K, V]):
-    """The values that were kept last, `REMEMBERED` of them."""
-
-    def keep(self, key: K, value: V) -> None:
-        self.pop(key, None)  # again as the newest
-        self[key] = value
-        while len(self) > REMEMBERED:
-            del self[next(iter(self))]
 
 
 def _lay_out(env: Path, python: ImagePython) -> Path:

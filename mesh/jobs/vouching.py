@@ -6,9 +6,7 @@ cannot be asked, nobody is vouched for: a store keeps what a provider brings and
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TypeVar
 
 from ckptstore.manifest import Manifest
 from membership.identity import NodeId
@@ -31,6 +29,7 @@ from mesh.jobs.job_table import JobTable
 from mesh.model.record import Config
 from mesh.model.spec import JobSpec, SpecError
 from mesh.rpc.client import PeerClient, PeerError
+from mesh.util.remembered import Remembered
 
 ANSWER_S = 3.0
 REMEMBERED = 1024  # answers, groups and descriptions (own choice)
@@ -38,8 +37,6 @@ MOST_WAITING = 64  # starts that wait for an answer; more are turned away (own c
 AT_ONCE = 16  # jobs asked about at the same time (own choice)
 SPEC_ASKED = 3  # nodes asked for a description, besides the one that brings the manifest (own choice)
 
-K = TypeVar("K")
-V = TypeVar("V")
 Asking = Start | Enlist | Accept | Introduce | MakeRoom  # what the cores cannot judge alone
 Writer = tuple[bytes, int, NodeId]  # job, term, signer
 
@@ -60,9 +57,9 @@ class Vouching:
     ) -> None:
         self._authority, self._trust, self._participant = authority, trust, participant
         self._group, self._peers, self._job_table = group, peers, job_table
-        self._writers = OrderedDict[Writer, None]()
-        self._specs = OrderedDict[bytes, JobSpec]()
-        self._groups = OrderedDict[bytes, Config]()  # as witnesses have said
+        self._writers = Remembered[Writer, None](REMEMBERED)
+        self._specs = Remembered[bytes, JobSpec](REMEMBERED)
+        self._groups = Remembered[bytes, Config](REMEMBERED)  # as witnesses have said
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
 
@@ -79,7 +76,7 @@ class Vouching:
             return True
         writer = (manifest.job, manifest.term, signer)
         if writer in self._writers:
-            self._writers.move_to_end(writer)
+            self._writers.keep(writer, None)
             return True
         async with self._turns:
             spec = await self._spec(manifest.job, sender)
@@ -94,7 +91,7 @@ class Vouching:
         vouching = sum(is_writer(signer, manifest, identity, record) for record in records)
         if 2 * vouching <= len(config.nodes):
             raise Refused("the job's witnesses know no lease of its signer under this term")
-        _remember(self._writers, writer, None)
+        self._writers.keep(writer, None)
         return True
 
     # --- starts
@@ -146,7 +143,7 @@ class Vouching:
         if present is None and witness is not None:
             return await self._group.present(job, witness.witness_record.config)
         if present is not None:
-            _remember(self._groups, job, present[0])
+            self._groups.keep(job, present[0])
         return present
 
     async def read_by_runner(self, job: bytes, node: NodeId) -> JobSpec | None:
@@ -175,7 +172,7 @@ class Vouching:
         known = witness.spec if witness is not None else self._specs.get(job)
         if known is None:
             known = await self._asked_spec(job, sender)
-            _remember(self._specs, job, known)
+            self._specs.keep(job, known)
         return known
 
     async def _asked_spec(self, job: bytes, sender: NodeId | None) -> JobSpec:
@@ -188,10 +185,3 @@ class Vouching:
             except (PeerError, SpecError):
                 continue
         raise Refused("this node cannot get the job's description")
-
-
-def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
-    table[key] = value
-    table.move_to_end(key)
-    while len(table) > REMEMBERED:
-        table.popitem(last=False)
