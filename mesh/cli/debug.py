@@ -9,7 +9,7 @@ from types import FrameType
 import click
 
 from mesh.cli.output import print_json, print_text, say
-from mesh.cli.terminal import json_option
+from mesh.cli.terminal import engines_option, json_option
 
 COMPLETION_FILES = {
     "bash": "~/.local/share/bash-completion/completions/mesh",
@@ -23,13 +23,7 @@ CLICKS_AUTOLOADED, AUTOLOADED = "$zsh_eval_context[-1] == loadautofunc", "$funcs
 @click.command()
 @click.option("-n", "--nodes", type=click.IntRange(1, 60), default=3, show_default=True, help="Number of daemons.")
 @click.option("--slots", type=click.IntRange(0, 64), default=1, show_default=True, help="Job slots that each lends.")
-@click.option(
-    "--engine",
-    "engines",
-    multiple=True,
-    type=click.Choice(["process", "docker", "apptainer"]),
-    help="Engines to offer.",
-)
+@engines_option
 @json_option
 def devstack(nodes: int, slots: int, engines: tuple[str, ...], as_json: bool) -> None:
     """Run several real daemons on this machine until Ctrl-C. They find each other by mDNS on loopback."""

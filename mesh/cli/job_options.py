@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mesh.cli.names import IMAGE, JOB, NODE, NODE_LIST, SECRET, ZONE
-from mesh.cli.terminal import ARRAY, DEADLINE, DURATION, EVERY, MOST_IN_BATCH, NODES, SIZE, VERSION
+from mesh.cli.terminal import ARRAY, DEADLINE, DURATION, ENGINES, EVERY, MOST_IN_BATCH, NODES, SIZE, VERSION
 
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--gpus", type=click.IntRange(0, 4096), help="Number of GPUs (default 0; 1 with --gpu-share)."),
@@ -43,7 +43,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         metavar="DIR",
         help="Build DIR's Dockerfile here, and run it in that image.",
     ),
-    click.option("--engine", type=click.Choice(["process", "docker", "apptainer"]), help="Require this engine."),
+    click.option("--engine", type=click.Choice(ENGINES), help="Require this engine."),
     click.option("--name", default="", help="Name of the job."),
     click.option(
         "--data",

@@ -10,7 +10,7 @@ from mesh.api.no_daemon import NoDaemon
 from mesh.cli.listing import listing, show, show_answer, watch_option
 from mesh.cli.output import print_json, say, table
 from mesh.cli.progress import waiting_for
-from mesh.cli.terminal import DURATION, ago, client, json_option, layout
+from mesh.cli.terminal import DURATION, ago, client, engines_option, json_option, layout
 from mesh.daemon.launcher import daemon_command, log_tail, start_daemon, wait_ready
 from mesh.util.errors import ConfigError, MeshError
 from mesh.util.processes import process_of
@@ -35,13 +35,7 @@ LOG_LINES = 50
 )
 @click.option("--zone", help="Building or room of this machine, for placement.")
 @click.option("--no-mdns", is_flag=True, help="Do not use multicast to announce this node or find others.")
-@click.option(
-    "--engine",
-    "engines",
-    multiple=True,
-    type=click.Choice(["process", "docker", "apptainer"]),
-    help="Engines to offer.",
-)
+@engines_option
 @click.option(
     "--allow-process-guests", is_flag=True, help="Run other users' jobs without a container. They can read your files."
 )

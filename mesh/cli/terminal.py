@@ -14,6 +14,8 @@ from mesh.util.duration import lasting, parse_duration
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.size import SizeError, parse_size
 
+ENGINES = ("process", "docker", "apptainer")
+
 
 def layout(ctx: click.Context) -> Layout:
     return node_layout(ctx.obj)
@@ -48,6 +50,12 @@ def quote(text: str) -> str:
 
 def json_option(function: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")(function)
+
+
+def engines_option(function: Any) -> Any:
+    return click.option("--engine", "engines", multiple=True, type=click.Choice(ENGINES), help="Engines to offer.")(
+        function
+    )
 
 
 def ago(unix_ms: float) -> str:

@@ -13,10 +13,11 @@ from mesh.execution.engine import Availability
 from mesh.gpus.guard import NodeGuard
 from mesh.gpus.guarded_engine import GuardedEngine
 from mesh.gpus.inventory import Inventory
-from mesh.images.library import STORES, Library
+from mesh.images.library import Library
 from mesh.provider.attendance import Attendance
 from mesh.provider.owner import Owner
 from placement.advert import encode_advert
+from placement.filters import IMAGE_ENGINES
 
 FACTS_TTL_S = 3600.0
 ADVERT_TTL_S = 3600.0  # changes are published at once, so it need not be repeated often
@@ -68,7 +69,7 @@ class AdvertPublisher:
             self.engine_states[name] = await engine.availability()
         self.engine_states = judged(self.engine_states)
         ready = tuple(name for name, state in self.engine_states.items() if state.ok)
-        await self._library.look(next((name for name in ready if name in STORES), ""))
+        await self._library.look(next((name for name in ready if name in IMAGE_ENGINES), ""))
         self._inventory.engines, self._inventory.image_offer = ready, self._library.offer()
         self._inventory.proxies = tuple(name for name in ready if self.engine_states[name].proxies)
         if "docker" in self.engine_states:

@@ -18,7 +18,8 @@ from mesh.execution.session import Session
 from mesh.rpc.frames import Order
 from placement.advert import WHOLE, Portion, SystemCheckpoints
 
-INSIDE = "/mesh/env"  # where a container sees its environment
+# Where a guest with a root of its own sees its directories, and its environment.
+WORK, CKPT, OUT, CTL, INSIDE = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl", "/mesh/env"
 NO_GPUS = "void"  # to NVIDIA's container runtime
 NO_DUMPS = SystemCheckpoints(problem="a plain process has none", gpu_problem="a plain process has none")
 

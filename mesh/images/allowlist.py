@@ -161,7 +161,7 @@ def amended(
     others = any(entry.alias == alias for signer, signed in lists.items() if signer != me for entry in signed.entries)
     if allowed or others:  # keep a denial only against other signers' entries
         entries.append(Entry(alias, counter, allowed, image if allowed else None))
-    personal = user_of(alias) is not None and (own.personal or own.number == 0)
+    personal = user_of(alias) is not None and (me not in lists or own.personal)
     signed = SignedList(max(own.number + 1, unix_ms), tuple(sorted(entries, key=lambda entry: entry.alias)), personal)
     encode_list(signed)
     return signed

@@ -42,7 +42,6 @@ TURNS = 12  # after which every node that might publish a list has had a chance 
 TRIM_S = 60.0
 TELL_S = 0.5  # between reports of progress
 NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB in all (own choice)
-STORES = ("docker", "apptainer")  # engines with a store of images
 AT_ONCE = 8  # streams to other nodes; more would slow all of them (own choice)
 
 log = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ class Library:
         return self.catalogue.rules
 
     async def look(self, ready: str) -> None:
-        """List the images of the engine that is ready; "" if none of `STORES` is."""
+        """List the images of the engine that is ready; "" if none is."""
         self._engine_ok = engine_ok = bool(ready)
         self.engine = self._stores.get(ready, self.engine)
         try:

@@ -13,12 +13,23 @@ from pathlib import Path
 
 import msgspec
 
-from mesh.execution.engine import INSIDE, Availability, BadImage, EngineError, Launch, contract_env
+from mesh.execution.engine import (
+    CKPT,
+    CTL,
+    INSIDE,
+    OUT,
+    WORK,
+    Availability,
+    BadImage,
+    EngineError,
+    Launch,
+    contract_env,
+)
 from mesh.execution.killswitch import KillSwitch
 from mesh.execution.process.engine import KEPT_VARIABLES, ProcessEngine, ProcessGuest
 from mesh.execution.process.sandbox import SECRETS, SHARED_MEMORY, TEMPORARY_PLACES, Sandbox
 
-WORK, CKPT, OUT, CTL, HOME = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl", "/mesh/home"
+HOME = "/mesh/home"
 NEEDED = ("memory", "processes", "CPU")  # limits without which no guest runs
 ENVIRONMENT = "APPTAINERENV_"  # prefix of a variable of the guest, to Apptainer
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

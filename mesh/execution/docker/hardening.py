@@ -17,7 +17,7 @@ import msgspec
 from cuda_guard.guard import Mount
 from mesh.execution.disk_usage import disk_of
 from mesh.execution.docker.watchdog import LABEL_NODE
-from mesh.execution.engine import INSIDE, NO_GPUS, Launch, contract_env
+from mesh.execution.engine import CKPT, CTL, INSIDE, NO_GPUS, OUT, WORK, Launch, contract_env
 from mesh.execution.secret_files import VARIABLES
 from mesh.util import trees
 
@@ -31,7 +31,6 @@ TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}  # in memory, counted as t
 INITS = {"Docker": ("docker-init",), "Podman": ("catatonit",)}
 INIT_PATH = "/usr/libexec/docker:/usr/libexec/podman"
 CDI, CDI_KIND = "cdi", "nvidia.com/gpu="
-WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # of an image that names none (Docker's default)
 SECRETS, SHELL = "/run/secrets", "/bin/sh"
 GATE = ".gate"  # a FIFO in the control directory
