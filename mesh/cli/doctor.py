@@ -547,7 +547,7 @@ def _limits(name: str, engine: dict[str, Any], limits_disk: bool) -> Iterator[Fi
 
 
 def _concerns(apptainer: dict[str, Any], docker: dict[str, Any] | None) -> bool:
-    """Tell whether Apptainer is worth a word: it runs images here, or could where Docker does not."""
+    """Tell whether to report on Apptainer: it runs images here, or could where Docker does not."""
     from mesh.execution.apptainer.engine import NOT_INSTALLED
 
     return bool(apptainer["ok"]) or docker is None or not (docker["ok"] or apptainer["detail"] == NOT_INSTALLED)

@@ -36,6 +36,11 @@ ASKS_PER_LEASE = 3  # as often as the runner renews
 FORSAKEN_LEASES = 3  # a member without an answer gives up
 
 
+def gang_turn(job: bytes, spec: JobSpec) -> tuple[int, int, bytes]:
+    """Return the key by which gangs that gather at once go first, lowest first: the same on every node, whatever its view."""
+    return -spec.priority, spec.created_unix_ms, job
+
+
 class MemberState(msgspec.Struct):
     """The runner's view of one member.
 
@@ -82,7 +87,10 @@ class Gang:
         if self._until is None:
             self._until = at.now + GATHER_S
         wanted = self.spec.most_nodes - 1 - len(self._members)
-        fresh = [(node, nick) for node, nick in candidates if node not in self._members and node not in self._declined]
+        others = [(node, nick) for node, nick in candidates if node not in self._members]
+        fresh = [(node, nick) for node, nick in others if node not in self._declined]
+        if not fresh:  # a place may be free by now
+            self._declined, fresh = set(), others
         enlist = Enlist(job=self.job, term=self.term, number=record.next_attempt - 1, spec=self._spec_bytes)
         for node, nick in fresh[: max(0, wanted)]:
             self._members[node] = MemberState(node, nick)

@@ -13,7 +13,7 @@ import msgspec
 
 from mesh.consensus.effects import Effect, Ended, SaveWitnessRecord, Send, SetTimer, Submitted, WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, Plan
-from mesh.consensus.gang import GangMember
+from mesh.consensus.gang import GangMember, gang_turn
 from mesh.consensus.leader import PATIENCE_S, PREPARED_S, Leader
 from mesh.consensus.messages import (
     Accept,
@@ -550,9 +550,20 @@ class Participant:
             return answer(str(error))
         refusal = self._rules.admit(job, spec, message)
         if refusal is not None:
-            return answer(refusal)
+            return self._give_way(job, spec, at) or answer(refusal)
         member = self.members[job] = GangMember(sender, message, spec, self._rng.getrandbits(32))
         return answer("") + self._from(job, "member", member.begin(at))
+
+    def _give_way(self, job: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
+        """End the attempt of a gang that gathers here and comes after this one, which asks again. Else two gangs that each hold
+        a node that the other needs would both give up, and both try again, for ever.
+        """
+        gathering = [runner for runner in self.runners.values() if runner.gathers]
+        last = max(gathering, key=lambda runner: gang_turn(runner.job, runner.spec), default=None)
+        if last is None or gang_turn(last.job, last.spec) < gang_turn(job, spec):
+            return []
+        reason = f"it gives way to {format_job(job)[:8]} of {spec.user}, which gathers its nodes first"
+        return self._from(last.job, "runner", last.handle(VacateWanted(0.0, reason), at))
 
     def _to_member(self, sender: bytes, message: Begin | RunGranted | Dismiss, at: Instant) -> list[Directed]:
         member = self.members.get(message.job)

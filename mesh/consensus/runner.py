@@ -164,6 +164,11 @@ class Runner:
         """Tell whether this node keeps a place for the attempt: until its end is being released."""
         return self.state not in {"releasing", "ended"}
 
+    @property
+    def gathers(self) -> bool:
+        """Tell whether it waits for the other nodes of its gang."""
+        return self._gang is not None and self.state in {"acquiring", "gathering"}
+
     def holds_lease(self, now: float) -> bool:
         return now < self.lease_until
 

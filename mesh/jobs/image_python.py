@@ -1,6 +1,6 @@
-"""The Python of an image, as the image itself tells it in a guest with the rights of a job.
+"""Ask an image for its Python, in a guest with the rights of a job.
 
-What it says is believed no further than an environment goes: it chooses which wheels guests of this image see.
+The answer is not trusted: it decides only which wheels guests of this image see.
 """
 
 import asyncio
@@ -19,11 +19,8 @@ from mesh.model.environment import EnvironmentRefused
 
 WITHIN_S = 60.0  # for the image's Python to start and tell (own choice)
 MOST_BYTES = 4096  # of what it prints
-MOST_WRITTEN, MOST_FILES, LOOK_S = (
-    1 << 20,
-    100,
-    0.2,
-)  # in its directories and log, and seconds between looks (own choice)
+MOST_WRITTEN, MOST_FILES = 1 << 20, 100  # bytes and files in its directories and log (own choice)
+LOOK_S = 0.2  # between two looks at them (own choice)
 MEMORY_MIB, PIDS = 256, 32  # own choice; a Python that prints a line needs 10 MiB
 GLIBC_MINORS = (17, 28, *range(31, 41))  # the versions 2.x that uv knows wheels for (`uv pip install --help`)
 TELL = """

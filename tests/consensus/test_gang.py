@@ -63,6 +63,12 @@ class TestLeader:
             gang.on_enlisted(node, enlisted(), at(1))
         assert gang.gathered(1.0) is True
 
+    def test_gang_asks_again_once_everybody_has_declined(self) -> None:
+        gang, places = make_gang(), [(B, "b"), (C, "c")]
+        gang.gather(places, JobRecord(), at(0))
+        gang.on_enlisted(B, enlisted(False), at(0))
+        assert [send.to for send in gang.gather(places, JobRecord(), at(1))] == [C, B], "nobody else is left"
+
     @pytest.mark.parametrize(("joined", "enough"), [((), False), ((B,), True)])
     def test_gang_begins_with_the_fewest_only_after_waiting(self, joined: tuple[bytes, ...], enough: bool) -> None:
         gang = make_gang()

@@ -346,6 +346,58 @@ def test_node_has_one_attempt_of_a_job_at_a_time() -> None:
     assert taken(busy.receive(A, Enlist(JOB, 2, 1, SPEC_BYTES), at(0))) == [False] and not busy.members
 
 
+def gathering(me: bytes, full: bool = True, **changes: object) -> Participant:
+    """Return a node that gathers a gang for the job and has no place besides; `changes` are made to the other job's spec."""
+    gang = {"least_nodes": 2, "most_nodes": 2, "checkpointing": None}
+    specs = {SPEC_BYTES: make_spec(**gang), URGENT: make_spec(**gang, user="eve", **changes)}
+    places = [None, "its slots are taken" if full else None]
+    rules = Rules(
+        open_spec=lambda job, sealed: specs[sealed],
+        admit=lambda job, spec, order: places.pop(0),
+        may_cancel=lambda s, user, spec: False,
+    )
+    node = Participant(me, DISK, "d", rules, Random(1))
+    node.receive(A, make_start(), at(0))
+    return node
+
+
+LATER, SOONER = b"z" * 16, b"a" * 16
+
+
+@pytest.mark.parametrize(
+    ("job", "changes", "gives_way"),
+    [
+        (LATER, {"priority": 51}, True),
+        (LATER, {"created_unix_ms": 999}, True),
+        (SOONER, {}, True),
+        (LATER, {}, False),
+        (SOONER, {"created_unix_ms": 1001}, False),
+        (SOONER, {"priority": 49, "created_unix_ms": 999}, False),
+    ],
+)
+def test_gang_that_gathers_gives_way_to_one_before_it(job: bytes, changes: dict[str, object], gives_way: bool) -> None:
+    node = gathering(D, **changes)
+    out = node.receive(B, Enlist(job, 1, 1, URGENT), at(1))
+    assert taken(out) == ([] if gives_way else [False]), "no answer: the other asks again"
+    runner = node.runners[JOB]
+    assert (runner.state == "releasing") is gives_way and not runner.attempt.fault
+    assert ("gives way" in runner.attempt.reason) is gives_way
+
+
+def test_no_gang_gives_way_in_vain() -> None:
+    free = gathering(D, full=False, priority=99)
+    assert taken(free.receive(B, Enlist(LATER, 1, 1, URGENT), at(1))) == [True], "both have a place"
+    assert free.runners[JOB].state == "acquiring"
+    begun = gathering(D, priority=99)
+    begun.runners[JOB].state = "running"
+    assert taken(begun.receive(B, Enlist(LATER, 1, 1, URGENT), at(1))) == [False]
+    single = make_participant(D)
+    single.receive(A, make_start(), at(0))
+    single._rules = msgspec.structs.replace(single._rules, admit=lambda *asked: "its slots are taken")
+    assert taken(single.receive(B, Enlist(SOONER, 1, 1, URGENT), at(1))) == [False], "it holds no other node"
+    assert single.runners[JOB].state == "acquiring"
+
+
 def test_gang_member_obeys_its_own_runner_only() -> None:
     member = make_participant(D)
     member.receive(A, Enlist(JOB, 2, 1, SPEC_BYTES), at(0))

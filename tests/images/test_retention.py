@@ -46,13 +46,13 @@ def test_last_use_survives_restart(tmp_path: Path) -> None:
 
 
 def test_new_image_stays() -> None:
-    """A fetch may end while the others' marks are looked at."""
+    """A fetch may end while the marks of the others are read."""
     old, new = (StoredImage(bytes([number]) * 32, (), 1, True) for number in (1, 2))
     assert [one.image for one in surplus([old, new], {old.id: 1e9}, Bounds(0, 0.0))] == [old]
 
 
 def test_image_that_the_owner_has_named_is_theirs() -> None:
-    """What somebody on this machine has given a name of their own is no fetched image that may go."""
+    """An image that somebody on this machine has given another name is not removed."""
     digest = f"sha256:{'0' * 64}"
     ours = f"127.0.0.1:5000/{FETCHED}"
 

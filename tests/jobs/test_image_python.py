@@ -1,4 +1,4 @@
-"""What an image tells of its Python: hostile answers are refused, and a guest that never answers is ended."""
+"""Ask an image for its Python: hostile answers are refused, and a guest that never answers is ended."""
 
 import asyncio
 import json

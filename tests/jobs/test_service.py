@@ -217,7 +217,7 @@ async def test_promise_is_on_disk_before_it_is_sent(jobs: JobService) -> None:
 
 
 async def test_service_ends_without_a_word_when_it_cannot_save(jobs: JobService) -> None:
-    """What the cores know by then is not on disk, so nothing may follow from it."""
+    """What the cores know by then is not on disk, so they may act on none of it."""
     sent = list[bytes]()
 
     async def deliver(to: bytes, body: bytes) -> None:
@@ -237,7 +237,7 @@ async def test_service_ends_without_a_word_when_it_cannot_save(jobs: JobService)
 
 
 class Removed:
-    """An attempt of which something is left."""
+    """A stand-in for an attempt; closing it takes no time."""
 
     job, number = JOB, 1
 
@@ -303,7 +303,7 @@ async def test_place_is_free_while_no_majority_takes_the_release(jobs: JobServic
 
 
 async def test_notice_stops_copies_to_the_standby(jobs: JobService) -> None:
-    """What the job saves last needs the network more."""
+    """The last checkpoint of the job needs the network more."""
     done: list[object] = []
     jobs.attempts[JOB] = SimpleNamespace(perform=done.append)  # type: ignore[assignment]
     jobs._standby_sync.stop = done.append  # type: ignore[method-assign,assignment]
