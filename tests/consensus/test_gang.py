@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mesh.consensus.effects import Effect, Ended, Kill, Launch, Notify, RunUntil, Send, SetTimer
+from mesh.consensus.effects import Effect, Ended, Kill, Launch, Notify, RunUntil, SaveCheckpoint, Send, SetTimer
 from mesh.consensus.gang import FORSAKEN_LEASES, GATHER_S, KEPT_S, LATE_S, Gang, GangMember
 from mesh.consensus.messages import (
     Begin,
@@ -24,6 +24,7 @@ from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
 from mesh.consensus.witness import HELD_SHARE
 from mesh.model.record import JobRecord
+from mesh.model.spec import Checkpointing
 from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_start, make_view
 
 LEASE_S = 15.0
@@ -352,6 +353,9 @@ class TestRunner:
         runner.handle(GuestExited(0, False, False), at(3))
         effects = runner.handle(ResultStored(None, ()), at(3))
         assert runner.state == "disbanding" and len(says(effects, Dismiss)) == 2 and runner.record.outcome is None
+        (timer,) = [effect for effect in effects if isinstance(effect, SetTimer)]
+        again = runner.on_timer(Timer(timer.name, timer.token), at(timer.at))
+        assert timer.at < 4 and len(says(again, Dismiss)) == 2, "the first ones may be lost"
         assert {message.grace_s for _, message in says(effects, Dismiss)} == {0.0}  # type: ignore[union-attr]
         runner.on_gang(first, MemberEnded(job=JOB, term=1, code=0), at(4))
         assert runner.state == "disbanding"
@@ -406,6 +410,8 @@ class TestRunner:
         runner, members = self.begun()
         dismissed = says(runner.handle(GuestExited(0, False, False), at(3)), Dismiss)
         assert {(to, message.grace_s) for to, message in dismissed} == {(node, LATE_S) for node in members}  # type: ignore[union-attr]
+        runner, _ = self.begun(checkpointing=Checkpointing())
+        assert any(isinstance(effect, SaveCheckpoint) for effect in runner.handle(GuestExited(0, False, False), at(3)))
 
     def test_fenced_runner_dismisses_its_gang(self) -> None:
         runner, members = self.begun()

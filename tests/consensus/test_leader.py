@@ -241,6 +241,45 @@ def test_node_that_declines_is_skipped_until_adverts_change() -> None:
     assert sends(effects, PreVote), "a node that does not answer is skipped too"
 
 
+def test_declines_are_forgotten_when_adverts_change_or_the_job_has_run() -> None:
+    leader = make_leader()
+    view = make_view(A, (A, B, C, D))
+    leader.observe(view, at(0))
+    leader._decline(D, "its slots are taken", at(0))
+    leader.observe(msgspec.structs.replace(view, alive=frozenset({A, B, D})), at(1))
+    assert D in leader.declined, "the adverts are the same"
+    leader.observe(msgspec.structs.replace(view, adverts=(*view.adverts, make_advert(E))), at(2))
+    assert not leader.declined
+    leader._decline(D, "its slots are taken", at(2))
+    leader._to_watching()
+    run = Accept(job=JOB, term=9, round=1, config=GROUP, record=JobRecord(version=1), holder=E)
+    leader.witness.handle(E, run, 3.0)
+    leader.act(at(3))
+    assert not leader.declined
+
+
+def test_late_promise_is_no_vote_for_a_job_that_waits() -> None:
+    leader = make_leader()
+    leader.spec = msgspec.structs.replace(leader.spec, gpus=1)
+    won(leader)
+    assert leader.state == "waiting"
+    assert leader.handle(C, promise(leader._term), at(1)) == [] and leader.state == "waiting"
+
+
+def test_group_that_the_leader_knows_does_not_retire_it() -> None:
+    leader = make_leader()
+    leader.observe(make_view(A, (A, B, C)), at(0.0))
+    leader.act(at(60.0))
+    without = Config(0, 0, voters(B, C, D))  # of the same order as the group that the leader knows
+    answer = Refused(JOB, leader._term, DISK, 0, 1 << 40, without, 0.0, needs_spec=False, finished=False)
+    leader.handle(B, answer, at(60.0))
+    assert leader.state != "retired"
+    leader._ask(at(70.0))
+    within = Config(3, 3, voters(A, B, D))
+    leader.handle(B, msgspec.structs.replace(answer, term=leader._term, config=within), at(70.0))
+    assert leader.state != "retired", "the newer group has this node"
+
+
 def test_job_without_a_node_waits_and_reports_the_reason() -> None:
     leader = make_leader()
     leader.spec = msgspec.structs.replace(leader.spec, gpus=1)

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from mesh.consensus.effects import Launch, Notify, RunUntil, Send, SetTimer, Submitted, WitnessRecord
-from mesh.consensus.leader import ANSWER_S
+from mesh.consensus.effects import Ended, Launch, Notify, RunUntil, Send, SetTimer, Submitted, WitnessRecord
+from mesh.consensus.leader import ANSWER_S, PREPARED_S
 from mesh.consensus.messages import (
     Accept,
     Accepted,
@@ -765,3 +765,65 @@ def test_node_without_a_vote_joins_a_later_group_as_a_newcomer() -> None:
     for other in (Config(2, 5, voters(D, E)), Config(0, 3, voters(A, D, E))):
         assert not messages(participant.receive(E, msgspec.structs.replace(later, config=other), at(4)), Accepted)
     assert messages(participant.receive(E, later, at(5)), Accepted) and participant.votes(JOB)
+
+
+def test_archived_job_is_not_one_that_this_node_never_knew() -> None:
+    node = make_participant()
+    over = make_witness()
+    over.close(3, JobRecord(outcome=Outcome("done", "done", 0, None, (), 1)))
+    node.restore(over, at(0))
+    node.archive(JOB)
+    ((_, answer),) = messages(node.receive(B, Prepare(job=JOB, term=4), at(1)), Refused)
+    assert answer.disk == b"", "an empty record of this disk would be a promise that it cannot keep"  # type: ignore[union-attr]
+
+
+def test_gang_member_gives_its_place_up_if_its_runner_does_not_begin() -> None:
+    node = make_participant(D)
+    out = node.receive(A, Enlist(JOB, 1, 1, SPEC_BYTES), at(0))
+    (kept,) = [item.effect for item in out if isinstance(item.effect, SetTimer)]
+    for role in ("runner", "leader", "submitter"):
+        assert node.on_timer(JOB, role, Timer(kept.name, kept.token), at(kept.at)) == []  # type: ignore[arg-type]
+    out = node.on_timer(JOB, "member", Timer(kept.name, kept.token), at(kept.at))
+    assert any(isinstance(item.effect, Ended) for item in out) and JOB not in node.members
+
+
+def test_leader_pauses_while_a_rival_prepares() -> None:
+    node = make_participant(A)
+    introduce(node, spec=SPEC_BYTES)
+    out = node.observe(make_view(A, (A, B, C, D)), at(60))
+    assert messages(out, PreVote)
+    out = node.receive(B, PreVote(job=JOB, term=9), at(60))
+    assert node.leaders[JOB].state == "asking", "a question alone prepares nothing"
+    out = node.receive(B, Prepare(job=JOB, term=9), at(60))
+    assert node.leaders[JOB].state == "watching"
+    (turn,) = [item.effect for item in out if isinstance(item.effect, SetTimer)]
+    assert (turn.name, turn.at) == ("turn", 60 + PREPARED_S)
+
+
+def test_replaced_node_ignores_groups_before_its_replacement() -> None:
+    node = make_participant()
+    introduce(node)
+    node.receive(B, Accept(JOB, 3, 1, Config(1, 3, voters(B, C, D)), JobRecord(version=2), None), at(1))
+    late = Accept(JOB, 3, 1, GROUP, JobRecord(version=2), None)
+    ((_, answer),) = messages(node.receive(B, late, at(2)), Refused)
+    assert not answer.needs_spec and not node.votes(JOB)  # type: ignore[union-attr]
+
+
+def test_submission_is_answered_once() -> None:
+    submitter = make_participant(A)
+    submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    assert submitter.receive(B, refused(3, finished=True), at(1))
+    assert submitter.receive(B, refused(3, finished=True), at(1)) == []
+    accepted = Accepted(job=JOB, term=FIRST_TERM, disk=DISK, round=1)
+    assert submitter.receive(C, accepted, at(1)) == []
+
+
+def test_newer_term_that_a_witness_reports_ends_an_attempt_without_a_lease() -> None:
+    node = make_participant(D)
+    out = node.receive(A, make_start(term=2), at(0))
+    assert len(messages(out, Accept)) == 3
+    newer = msgspec.structs.replace(refused(9), term=2)
+    assert JOB in node.runners
+    for witness in (A, B):
+        node.receive(witness, newer, at(1))
+    assert JOB not in node.runners, "a majority has promised another leader its term"

@@ -277,6 +277,9 @@ def test_user_moves_the_job_to_another_node() -> None:
     effects = world.tell(MigrateWanted(E))
     assert Notify in kinds(effects) and world.runner.state == "vacating"
     assert world.tell(MigrateWanted(A)) == [], "one notice at a time"
+    over = running(checkpointing=None)
+    over.tell(exited(0))
+    assert over.tell(MigrateWanted(E)) == [], "it has ended"
     world.tell(exited(85))
     world.tell(STORED)
     record = records(world)[0]
@@ -292,6 +295,17 @@ def test_guest_that_ignores_its_notice_is_killed_at_the_deadline() -> None:
     world.tell(exited(137))
     world.tell(CheckpointStored(None, (), None))
     assert world.runner.attempt.reason == "vacated: the owner"
+
+
+def test_only_a_running_job_that_saves_makes_room() -> None:
+    world = RunnerWorld()
+    world.begin()
+    assert not world.runner.running_job.saves, "its guest is not running yet"
+    world.tell(GuestStarted(None))
+    assert world.runner.running_job.saves
+    world.tell(VacateWanted(9.0, "the owner"))
+    assert not world.runner.running_job.saves, "it leaves already"
+    assert not running(checkpointing=None).runner.running_job.saves
 
 
 def test_notice_before_the_start_releases_the_lease_or_kills_the_guest() -> None:
@@ -490,6 +504,19 @@ def test_only_what_a_majority_holds_is_settled() -> None:
     assert (world.runner.record.settled, world.runner.record.needed) == (1, (1,))
     settled = [effect.commit.manifest for effect in accepts_round(world, number + 1) if isinstance(effect, Committed)]
     assert settled == [second.manifest] and world.runner.record.needed == (1, 2)
+
+
+def test_round_that_ends_a_partition_settles_the_checkpoint() -> None:
+    world = running()
+    world.silent = {A, B, C}
+    world.tell(CheckpointFound())
+    world.tell(STORED)
+    world.timer("lease")
+    assert world.runner.state == "frozen"
+    world.silent = set()
+    effects = world.timer("renew")
+    assert [effect.commit.manifest for effect in effects if isinstance(effect, Committed)] == [STORED.manifest]
+    assert world.runner.state == "running"
 
 
 def test_attempt_ends_only_once_its_release_is_decided() -> None:
