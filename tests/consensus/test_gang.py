@@ -87,6 +87,20 @@ class TestLeader:
         assert [m.place for _, m in says(list(sends), Begin)] == [GangPlace(1, 2, "host", 7)]  # type: ignore[union-attr]
         assert says(list(gang.on_enlisted(C, enlisted(), at(9))), Dismiss)
 
+    def test_answers_to_a_question_that_was_repeated_dismiss_nobody(self) -> None:
+        gang = make_gang()
+        gang.gather([(B, "b"), (C, "c")], JobRecord(), at(0))
+        gang.on_enlisted(B, enlisted(), at(0))
+        gang.begin("host", 7, JobRecord(), at(GATHER_S))
+        assert gang.on_enlisted(B, enlisted(), at(9)) == [], "it has its place"
+        assert gang.on_enlisted(C, enlisted(False), at(9)) == [], "it has reserved none"
+
+    def test_ended_members_are_not_dismissed(self) -> None:
+        gang = under_way()
+        gang.on_ended(B, MemberEnded(job=JOB, term=1, code=0), at(3))
+        assert [send.to for send in gang.dismiss(9.0, "its owner", 3.0)] == [C]
+        assert [send.to for send in gang.disband()] == [C]
+
     def test_gang_extends_no_member_beyond_the_lease(self) -> None:
         gang = under_way()
         ((_, run),) = says(list(gang.on_may_run(B, ExtendRun(job=JOB, term=1, round=4), 9.0, at(1))), RunGranted)
@@ -110,6 +124,19 @@ class TestLeader:
             assert not gang.sure(), "the first message may have been sent before the loss"
             gang.on_may_run(C, ExtendRun(job=JOB, term=1, round=number), 9.0, at(6))
         assert gang.sure() and not gang.broken
+        gang = under_way()
+        gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
+        for number in (1, 2):
+            gang.on_may_run(C, ExtendRun(job=JOB, term=1, round=number), 9.0, at(6))
+        assert gang.sure(), "they count from the failure"
+
+    def test_questions_before_the_runners_guest_failed_do_not_count(self) -> None:
+        gang = under_way()
+        for number in (1, 2, 3, 4):
+            assert number < 3 or not gang.sure()
+            for node in (B, C):
+                gang.on_may_run(node, ExtendRun(job=JOB, term=1, round=number), 9.0, at(number))
+        assert gang.sure()
 
     def test_end_of_a_member_counts_once(self) -> None:
         gang = under_way()
