@@ -30,6 +30,7 @@ from mesh.model.record import JobRecord
 from mesh.model.spec import JobSpec
 
 GATHER_S = 4.0  # for members to answer: a LAN round trip takes milliseconds
+ASK_AGAIN_S = 1.0  # after a node declined: another gang may have given its place back
 KEPT_S = 3 * GATHER_S  # that a place is reserved for a runner that does not begin
 LATE_S = 5.0  # that members may end later than the runner's guest without being dismissed
 ASKS_PER_LEASE = 3  # as often as the runner renews
@@ -68,7 +69,7 @@ class Gang:
         self.job, self.spec, self.term = job, spec, term
         self._spec_bytes = spec_bytes
         self._members: dict[bytes, MemberState] = {}
-        self._declined: set[bytes] = set()
+        self._declined: dict[bytes, float] = {}  # when
         self._until: float | None = None
         self._dismissed: tuple[float, str] | None = None  # until when members may save, and why
         self._disbanded = False
@@ -87,10 +88,8 @@ class Gang:
         if self._until is None:
             self._until = at.now + GATHER_S
         wanted = self.spec.most_nodes - 1 - len(self._members)
-        others = [(node, nick) for node, nick in candidates if node not in self._members]
-        fresh = [(node, nick) for node, nick in others if node not in self._declined]
-        if not fresh:  # a place may be free by now
-            self._declined, fresh = set(), others
+        asked = {*self._members, *(node for node, since in self._declined.items() if at.now < since + ASK_AGAIN_S)}
+        fresh = [(node, nick) for node, nick in candidates if node not in asked]
         enlist = Enlist(job=self.job, term=self.term, number=record.next_attempt - 1, spec=self._spec_bytes)
         for node, nick in fresh[: max(0, wanted)]:
             self._members[node] = MemberState(node, nick)
@@ -106,7 +105,7 @@ class Gang:
             member.joined, member.heard_at = True, at.now
         else:
             del self._members[sender]
-            self._declined.add(sender)
+            self._declined[sender] = at.now
         return []
 
     def gathered(self, now: float) -> bool | None:

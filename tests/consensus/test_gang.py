@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mesh.consensus.effects import Effect, Ended, Kill, Launch, Notify, RunUntil, SaveCheckpoint, Send, SetTimer
-from mesh.consensus.gang import FORSAKEN_LEASES, GATHER_S, KEPT_S, LATE_S, Gang, GangMember
+from mesh.consensus.gang import ASK_AGAIN_S, FORSAKEN_LEASES, GATHER_S, KEPT_S, LATE_S, Gang, GangMember
 from mesh.consensus.messages import (
     Begin,
     Dismiss,
@@ -58,17 +58,20 @@ class TestLeader:
         gang, places = make_gang(), [(B, "b"), (C, "c"), (D, "d")]
         assert [send.to for send in gang.gather(places, JobRecord(), at(0))] == [B, C]
         gang.on_enlisted(B, enlisted(False), at(0))
-        assert [send.to for send in gang.gather(places, JobRecord(), at(1))] == [C, D], "silent nodes are asked again"
+        assert [send.to for send in gang.gather(places, JobRecord(), at(0.5))] == [C, D], "silent nodes are asked again"
         assert gang.gathered(1.0) is None
         for node in (C, D):
             gang.on_enlisted(node, enlisted(), at(1))
         assert gang.gathered(1.0) is True
 
-    def test_gang_asks_again_once_everybody_has_declined(self) -> None:
+    def test_gang_asks_a_node_that_declined_again_after_a_while(self) -> None:
         gang, places = make_gang(), [(B, "b"), (C, "c")]
-        gang.gather(places, JobRecord(), at(0))
-        gang.on_enlisted(B, enlisted(False), at(0))
-        assert [send.to for send in gang.gather(places, JobRecord(), at(1))] == [C, B], "nobody else is left"
+        for now in (0.0, ASK_AGAIN_S, 2 * ASK_AGAIN_S):
+            gang.gather(places, JobRecord(), at(now))
+            gang.on_enlisted(B, enlisted(False), at(now))
+            early = gang.gather(places, JobRecord(), at(now + 0.9 * ASK_AGAIN_S))
+            assert [send.to for send in early] == [C], "its answer is not answered at once"
+        assert [send.to for send in gang.gather(places, JobRecord(), at(3 * ASK_AGAIN_S))] == [C, B]
 
     @pytest.mark.parametrize(("joined", "enough"), [((), False), ((B,), True)])
     def test_gang_begins_with_the_fewest_only_after_waiting(self, joined: tuple[bytes, ...], enough: bool) -> None:

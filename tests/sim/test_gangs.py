@@ -7,7 +7,6 @@ from placement.queue import Patience
 from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan
 from sim.protocol.job_checkers import all_job_checkers
 from sim.protocol.jobs import JobsWorld
-from sim.protocol.membership import Violation
 
 SCARCE = MeshPlan(nodes=4, gangs=1.0)
 
@@ -39,12 +38,11 @@ def compete(seed: int) -> int:
     return max(len(record.record.attempts) for record in records)
 
 
-@pytest.mark.parametrize("seed", [1, 6])
+@pytest.mark.parametrize("seed", [6, 15])
 def test_gangs_take_turns(seed: int) -> None:
     assert compete(seed) <= 6
 
 
 def test_no_gang_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Participant, "_give_way", lambda *asked: [])
-    with pytest.raises(Violation, match="J4"):
-        compete(6)
+    assert compete(6) > 30, "each takes a node that another needs, time and again"
