@@ -241,7 +241,24 @@ def test_joint_group_of_an_earlier_term_is_given_up_too() -> None:
     assert proposer.regroup(view, 100.0 + ANSWER_S) and proposer.config.members == GROUP.members
 
 
+def test_rounds_carry_the_description_to_newcomers_that_have_not_answered() -> None:
+    proposer = make_joint()
+
+    def described(now: float) -> set[bytes]:
+        return {node for node, accept in accepts(proposer.propose(now)).items() if accept.spec is not None}
+
+    assert described(1.0) == {D}
+    proposer.on_accepted(D, accepted(1, TERM - 1))
+    assert described(2.0) == {D}, "that was to an earlier term"
+    proposer.on_accepted(D, accepted(3))
+    assert described(3.0) == set()
+
+
 def test_warrants_are_those_of_the_group() -> None:
+    without = make_proposer()
+    without.propose(0.0)
+    without.on_accepted(A, accepted(1))
+    assert without.introduction().warrants == (), "nobody gave one"
     proposer = Proposer(JOB, SPEC_BYTES, TERM, GROUP, FIRST, D, warrant=b"leader's")
     proposer.propose(0.0)
     for node, warrant in ((A, b"a's"), (E, b"stranger's")):
