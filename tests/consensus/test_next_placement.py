@@ -226,6 +226,7 @@ class TestWait:
             ((WENT_HOME, 30.0), 120.0),
             ((WENT_HOME, 30.0, WENT_HOME, 100.0), 240.0),  # 100 s are less than the wait of 120 s
             ((WENT_HOME, 30.0, WENT_HOME, 130.0), 60.0),  # the second return lasted
+            ((WENT_HOME, 60.0), 60.0),  # as long as the wait
             ((WENT_HOME, 1.0) * 9, HOME_MAX_S),
             (("node lost", 30.0), 60.0),  # not a return
         ],
@@ -244,6 +245,8 @@ class TestWait:
         world = away(*attempts[:2])
         world.observe(view())
         assert goes_home(world.timer("home")) and world.now == 120.0
+        elsewhere = (stay(0, B, RECLAIMED), stay(1, C, WENT_HOME), stay(2, D, RECLAIMED, 999.0))
+        assert home_wait_s(60.0, B, elsewhere) == 120.0, "a long stay that was not at home"
 
     def test_lasting_or_self_ended_return_keeps_the_wait(self) -> None:
         assert home_wait_s(60.0, B, (stay(0, C, WENT_HOME), stay(1, B))) == 60.0

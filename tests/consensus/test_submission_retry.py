@@ -19,7 +19,7 @@ from mesh.consensus.submission_retry import (
     pending_submission,
 )
 from placement.zones import Zone
-from tests.consensus.worlds import JOB, SPEC_BYTES, A, B, C, D, E, make_spec
+from tests.consensus.worlds import JOB, SPEC_BYTES, A, B, C, D, E, make_spec, voters
 
 F, G = b"f" * 32, b"g" * 32
 EVERYBODY = frozenset({A, B, C, D, E, F, G})
@@ -69,6 +69,28 @@ def test_submitter_retries_itself_and_has_one_keeper() -> None:
     assert isinstance(again, Try), "the submission is retried as soon as a majority is visible"
     (blind,) = pending.due(around(B, C), RETRY_S + 1 + BLIND_RETRY_S, CREATED_MS)
     assert isinstance(blind, Try), "it is also retried periodically, because the view may be wrong"
+
+
+def test_submission_that_is_kept_again_starts_anew() -> None:
+    pending = kept()
+    assert len(pending.due(around(B, C), 0.0, CREATED_MS)) == 2
+    pending.drop(JOB)
+    pending.keep(submission())
+    assert len(pending.due(around(B, C), 1.0, CREATED_MS)) == 2
+
+
+def test_node_that_sees_nobody_to_entrust_asks_nobody() -> None:
+    (only,) = kept().due(around(B, C, D, E, F, G), 0.0, CREATED_MS)
+    assert isinstance(only, Try)
+
+
+def test_half_of_the_witnesses_is_no_majority() -> None:
+    spec = make_spec(witnesses=voters(A, B, C, D))
+    pending = PendingSubmissions(E)
+    pending.keep(pending_submission(JOB, SPEC_BYTES, spec))
+    assert pending.due(around(C, D), 0.0, CREATED_MS)
+    assert pending.due(around(C, D), RETRY_S, CREATED_MS) == []
+    assert pending.due(around(D), RETRY_S, CREATED_MS)
 
 
 def test_next_node_is_asked_when_the_keeper_leaves_or_dies() -> None:
