@@ -89,6 +89,8 @@ class Saver:
             if os.readlink(f"/proc/self/fd/{descriptor}") != real:  # noqa: PTH115
                 raise FileChanged(f"{path} was moved while it was being saved")
             before = os.fstat(descriptor)
+            if not stat.S_ISREG(before.st_mode):
+                raise FileChanged(f"{path} was replaced while it was being saved")
             pieces = split(lambda length, offset: os.pread(descriptor, length, offset), before.st_size)
             chunks = self._add_pieces(descriptor, key, pieces, path)
             after = path.lstat()

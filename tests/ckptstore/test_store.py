@@ -6,6 +6,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -165,6 +166,23 @@ def test_accepted_link_stays_inside_the_tree(target: str) -> None:
         return
     landed = os.path.normpath(os.path.join("ckpt/d", target))  # noqa: PTH118 - text, not files
     assert landed == "ckpt" or landed.startswith("ckpt/")
+
+
+def test_file_that_becomes_a_pipe_during_a_save_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening it must not wait for a writer, and no checkpoint may have it: nothing could restore that."""
+    write_tree(tmp_path / "in", {"a": b"before"})
+    store, file, real = open_store(tmp_path / "store"), tmp_path / "in" / "a", os.open
+
+    def meddle(path: Any, *more: Any, **options: Any) -> int:
+        if path == file:
+            file.unlink()
+            os.mkfifo(file)
+        return real(path, *more, **options)
+
+    monkeypatch.setattr(os, "open", meddle)
+    with pytest.raises(FileChanged, match="replaced"):
+        save(store, tmp_path / "in")
+    assert store.manifests() == []
 
 
 def test_file_that_changes_during_a_save_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from membership.records import MAX_BODY_BYTES
-from mesh.consensus.status import RUNNER, JobStatus, decode_status, encode_status, status_of
+from mesh.consensus.status import RUNNER, JobStatus, archived, decode_status, encode_status, status_of
 from mesh.jobs import status_gossip
 from mesh.jobs.job_table import OWN, JobTable
 from mesh.jobs.status_gossip import COMMITS_S, NEWS_S, REPEAT_S, SAME_S, WAITS_PER_S, StatusGossip, speaks_for
@@ -87,6 +87,18 @@ def test_gpu_share_is_charged_by_its_fraction() -> None:
     job_table.update(A, JOB, view("running", term=1, runner=A, **SHARE))
     job_table.update(B, b"other" + bytes(11), view(waiting=None, user="bob", **{**SHARE, "gpus": 0, "gpu_share": 100}))
     assert job_table.queue([], 9.0)._usage == {"ada": 8 * 30, "bob": 8 * 100}
+
+
+def test_archived_job_is_charged_once() -> None:
+    job_table = JobTable()
+    over = view("done", outcome=msgspec.structs.replace(DONE, ended_unix_ms=9_000), **SHARE)
+    job_table.update(OWN, JOB, over)
+    before = job_table.usage(9.0)
+    for _ in range(2):  # a look at it loads it again
+        job_table.archive(archived(over))
+        assert job_table.usage(9.0) == before == {"ada": 8 * 30} and job_table.get(JOB) is None
+        job_table.update(OWN, JOB, over)
+        assert job_table.usage(9.0) == before
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,27 @@
 """Signatures of the real ssh-keygen: of every type of key accepted, and of nothing else."""
 
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membership.ssh_keys import SshError, fingerprint, format_fingerprint, has_signed, read_armor, read_public_key
+from membership.ssh_keys import (
+    SshError,
+    _string,
+    _verify,
+    fingerprint,
+    format_fingerprint,
+    has_signed,
+    read_armor,
+    read_public_key,
+)
 from tests.ssh import KINDS, make_key, sign
 
 SPACE, MESSAGE = b"join@campus-mesh", b"this machine"
@@ -32,6 +46,19 @@ def test_signature_of_each_type_counts_for_its_key_message_and_namespace_alone(
         damaged = signature[:at] + bytes([signature[at] ^ 1]) + signature[at + 1 :]
         assert not has_signed(key, damaged, SPACE, MESSAGE)
         assert not has_signed(key, signature[:at], SPACE, MESSAGE)
+
+
+@pytest.mark.parametrize(("named", "digest", "valid"), [("256", "SHA256", True), ("384", "SHA384", False)])
+def test_signature_names_the_curve_of_its_key(named: str, digest: str, valid: bool) -> None:
+    """The name chooses the digest of the signature, and a weaker one is not the signer's to choose."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    encoded = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    key = read_public_key(encoded.decode())
+    numbers = decode_dss_signature(private.sign(MESSAGE, ec.ECDSA(getattr(hashes, digest)())))
+    raw = b"".join(_string(number.to_bytes(33, signed=True)) for number in numbers)
+    signature = _string(f"ecdsa-sha2-nistp{named}".encode()) + _string(raw)
+    with nullcontext() if valid else pytest.raises(SshError, match="another kind"):
+        _verify(key, signature, MESSAGE)
 
 
 @given(st.binary(max_size=300))
