@@ -7,6 +7,8 @@ from membership.envelope import MeshSealer, open_envelope, seal
 from membership.identity import Identity
 from membership.trust import (
     _GENESIS_ID,
+    MAX_ROOTS,
+    MAX_USES,
     ROLES,
     Certificate,
     NameTaken,
@@ -69,6 +71,20 @@ def test_ordinary_member_cannot_admit_or_invite_others() -> None:
 def certificate(subject: bytes, user: str, **changed: object) -> Certificate:
     usual = Certificate(subject, "n", user, subject, int(NOW) + 1, ROLES, False, int(NOW), int(NOW) + DAY_S, b"s")
     return msgspec.structs.replace(usual, **changed)
+
+
+def test_invites_are_bounded_and_bound_as_asked() -> None:
+    store = TrustStore(GENESIS)
+    for uses in (0, MAX_USES + 1):
+        with pytest.raises(TrustError, match=f"1 to {MAX_USES} uses"):
+            make_invite(ROOT, store, ISSUER, (), 3600, NOW, user="cyd", uses=uses)
+    for asked in ({}, {"user": "cyd", "uses": 2}, {"mine": True, "uses": 2}):
+        with pytest.raises(TrustError, match="admits one machine"):
+            make_invite(ROOT, store, ISSUER, (), 3600, NOW, ssh_key=b"k" * 32, **asked)
+    open_to_all = parse_invite(make_invite(GUEST, store, store.admit_chain(GUEST_CHAIN, NOW), (), 3600, NOW), NOW)
+    assert open_to_all.grant == b"" and open_to_all.seed == b"", "it only names the mesh"
+    own = parse_invite(make_invite(GUEST, store, store.admit_chain(GUEST_CHAIN, NOW), (), 3600, NOW, mine=True), NOW)
+    assert store.open_grant(own.grant)[1].mine
 
 
 def test_invites_and_certificates_expire() -> None:
@@ -166,6 +182,16 @@ def test_older_binding_of_a_name_holds_in_any_order(turn: int) -> None:
     # The name is free again when its holder is no member any more.
     store.admit_statement(make_revocation(ROOT, store, first.node_id, "", NOW + 20), NOW + 20)
     assert store.admit_chain(chains[1], NOW + 20).user_key == second.node_id
+
+
+def test_name_of_a_machine_that_changed_its_user_is_free() -> None:
+    store = TrustStore(GENESIS)
+    store.admit_chain(GUEST_CHAIN, NOW)
+    store.admit_chain(admitted(ROOT, GENESIS, CHAIN, GUEST.node_id, "desk", "cyd", NOW + 9), NOW + 9)
+    other = Identity.generate().node_id
+    assert store.bind("bob", other, NOW + 9).key == other
+    with pytest.raises(NameTaken):
+        store.bind("cyd", other, NOW + 9)
 
 
 def test_equally_old_bindings_are_decided_by_the_key() -> None:
@@ -336,6 +362,33 @@ def test_members_of_a_revoked_admitter_are_dropped_everywhere(restarted: bool) -
     assert store.credentials(GUEST.node_id, NOW + 5) is not None
 
 
+def test_older_approval_replaces_that_of_a_revoked_admitter() -> None:
+    identity, store, later = Identity(b"\x14" * 32), TrustStore(GENESIS), NOW + DAY_S
+    chain = admitted(ROOT, GENESIS, CHAIN, identity.node_id, "adm", "eve", later, admit=True)
+    store.admit_chain(chain, later)
+    store.admit_chain(admitted(identity, GENESIS, chain, GUEST.node_id, "desk", "bob", later), later)
+
+    def admitted_by() -> bytes:
+        store.admit_chain(GUEST_CHAIN, later)
+        known = store.credentials(GUEST.node_id, later)
+        assert known is not None
+        return known.admitter
+
+    assert admitted_by() == identity.node_id, "it ends later"
+    store.admit_statement(make_revocation(ROOT, store, identity.node_id, "stolen", later), later)
+    assert admitted_by() == ROOT.node_id
+
+
+def test_revoked_key_of_a_strangers_chain_is_none_of_ours() -> None:
+    store = TrustStore(GENESIS)
+    store.admit_chain(GUEST_CHAIN, NOW)
+    store.admit_statement(make_revocation(ROOT, store, GUEST.node_id, "lost", NOW), NOW)
+    assert store.revoked_in(GUEST_CHAIN) == GUEST.node_id
+    own = seal(GUEST, store.mesh_id, "certificate", msgspec.msgpack.encode(certificate(GUEST.node_id, "bob")))
+    for links in ([own], []):
+        assert store.revoked_in(msgspec.msgpack.encode(links)) is None
+
+
 def test_user_key_given_by_a_revoked_admitter_is_not_kept_for_another_name() -> None:
     """A hostile admitter gives its machine the key of another user; an approval after the revocation does not keep it."""
     identity, chain = admitter()
@@ -414,6 +467,10 @@ def test_promotion_takes_effect_at_the_quorum_of_founders(turn: int) -> None:
     assert not store.admit_chain(granted, NOW).can_admit
     with pytest.raises(TrustError, match="may not admit"):
         admitted(identity, genesis, granted, GUEST.node_id, "desk", "bob", NOW)
+    forged = seal(identity, store.mesh_id, "certificate", msgspec.msgpack.encode(certificate(GUEST.node_id, "bob")))
+    links = msgspec.msgpack.encode([*msgspec.msgpack.decode(granted, type=list[bytes]), forged])
+    with pytest.raises(TrustError, match="may not admit"):
+        store.check_chain(links, NOW)
     with pytest.raises(TrustError, match="make admitters"):
         make_promotion(identity, store, identity.node_id, NOW)
     statements = [make_promotion(founder, store, identity.node_id, NOW) for founder in (ROOT, THIRD)]
@@ -448,7 +505,14 @@ def test_each_founder_admits_members() -> None:
 
 @pytest.mark.parametrize(
     ("others", "quorum"),
-    [((ROOT.node_id,), 1), ((SECOND.node_id,), 3), ((), 0), ((b"short",), 1), ((b"r" * 32,) * 20, 1)],
+    [
+        ((ROOT.node_id,), 1),
+        ((SECOND.node_id,), 3),
+        ((), 0),
+        ((b"short",), 1),
+        ((b"r" * 32,) * 20, 1),
+        (tuple(bytes([n]) * 32 for n in range(100, 100 + MAX_ROOTS)), 1),
+    ],
 )
 def test_impossible_founders_are_refused(others: tuple[bytes, ...], quorum: int) -> None:
     with pytest.raises(TrustError, match="founders"):
