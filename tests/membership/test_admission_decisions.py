@@ -22,7 +22,7 @@ from membership.admission import (
     make_join_request,
     read_answer,
 )
-from membership.identity import Identity
+from membership.identity import Identity, format_id
 from membership.ratelimit import BURST_S
 from membership.reconcile import FrameError
 from membership.snapshot import UsedInvites
@@ -36,12 +36,12 @@ STRANGER = Identity(b"\x61" * 32)
 class Desk:
     """A node that answers join requests."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, policy: AdmissionPolicy | None = None) -> None:
         self.node = CoreNode(name)
         self.core, self.me = self.node.core, self.node.identity.node_id
         self.used = UsedInvites(directory / f"{name}-invites")
         self.used.read(NOW)
-        self.admission = Admission(self.node.identity, self.core, AdmissionPolicy(), self.used, {}, self.node)
+        self.admission = Admission(self.node.identity, self.core, policy or AdmissionPolicy(), self.used, {}, self.node)
 
     def ask(self, request: bytes, host: str = "10.0.0.9") -> JoinAnswer:
         return read_answer(self.admission.answer(request, host), 1, self.node.unix())[2]
@@ -183,6 +183,60 @@ def test_revoked_machine_uses_up_no_invite(tmp_path: Path) -> None:
     trust.admit_statement(make_revocation(ROOT, trust, STRANGER.node_id, "", NOW), NOW)
     root.notice(INVITED)
     assert root.ask(invited_request(using, Identity(b"\x63" * 32))).state == "admitted"
+
+
+def test_class_gets_users_of_its_own_with_numbers_after_equal_names(tmp_path: Path) -> None:
+    root = Desk("root", tmp_path)
+    using, machines = invite(root, user="lab", uses=3), [Identity(bytes([n]) * 32) for n in (0x70, 0x71, 0x72)]
+    for machine in machines:
+        assert root.ask(invited_request(using, machine, "bob")).state == "admitted"
+    known = [root.core.trust.credentials(machine.node_id, root.node.unix()) for machine in machines]
+    assert [one.user for one in known if one is not None] == ["lab-bob", "lab-bob-2", "lab-bob-3"]
+    assert "all 3 uses" in root.ask(invited_request(using)).problem
+    alone = invite(root, user="ann-lee")
+    assert root.ask(invited_request(alone, Identity(b"\x73" * 32), "login")).state == "admitted"
+    ann = root.core.trust.credentials(Identity(b"\x73" * 32).node_id, root.node.unix())
+    assert ann is not None and ann.user == "ann-lee"
+    assert "ann-lee is a user already" in root.ask(invited_request(alone, Identity(b"\x74" * 32))).problem
+
+
+def test_invite_of_a_node_that_is_no_member_any_more_is_refused(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    meet(root.node, ann.node)
+    using = invite(ann, mine=True)
+    assert root.ask(invited_request(using)).state == "waiting"
+    trust = root.core.trust
+    trust.admit_statement(make_revocation(ROOT, trust, ann.me, "", NOW), NOW)
+    assert "no member of the mesh" in root.ask(invited_request(using, Identity(b"\x63" * 32))).problem
+
+
+@pytest.mark.parametrize("nick", ["", " nick=tower"])
+def test_allow_list_admits_a_machine_to_a_user_that_exists(tmp_path: Path, nick: str) -> None:
+    allow_list = tmp_path / "allow"
+    root = Desk("root", tmp_path, AdmissionPolicy(allow_list))
+    other = Identity(b"\x75" * 32)
+    assert root.ask(make_join_request(STRANGER, 1, "desk", "eve")).state == "waiting", "there is no list yet"
+    allow_list.write_text(f"{format_id(STRANGER.node_id)} user=eve{nick}\n{format_id(other.node_id)} user=eve\n")
+    for node in (STRANGER, other):
+        assert root.ask(make_join_request(node, 1, "desk", "login")).state == "admitted"
+    first, second = (root.core.trust.credentials(node.node_id, root.node.unix()) for node in (STRANGER, other))
+    assert first is not None and second is not None
+    assert first.nick == (nick.partition("=")[2] or "desk")
+    assert (first.user, first.user_key, second.user_key) == ("eve", STRANGER.node_id, STRANGER.node_id)
+
+
+def test_requests_that_other_nodes_have_are_shown_until_they_are_decided(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    member, decided = Identity(b"\x76" * 32), Identity(b"\x77" * 32)
+    for number, node in enumerate((STRANGER, member, decided)):
+        ann.ask(make_join_request(node, 1, "desk", "u"), f"10.0.{number}.9")
+    ann.node.now = 10.0
+    ann.admission.tick()
+    meet(root.node, ann.node)
+    assert set(root.admission.pending()) == {STRANGER.node_id, member.node_id, decided.node_id}
+    root.core.trust.admit_chain(stranger_chain(member, "mel"), NOW)
+    publish_decision(root.node, Decision(stranger_chain(decided, "dee")), decided)
+    assert set(root.admission.pending()) == {STRANGER.node_id}
 
 
 def test_requests_of_one_address_are_limited_before_they_are_read(tmp_path: Path) -> None:
