@@ -360,6 +360,44 @@ def test_wrong_endless_and_truncated_streams_leave_nothing(tmp_path: Path) -> No
     assert not list((tmp_path / "store" / "packs").iterdir()) and not list((tmp_path / "store" / "tmp").iterdir())
 
 
+def test_stream_that_ends_inside_a_chunk_leaves_no_file(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    receiver = store.receive(1000)
+    receiver.feed(frame(b"good")[:-1])
+    with pytest.raises(CorruptChunk, match="inside a chunk"):
+        receiver.finish()
+    assert not list((tmp_path / "store" / "tmp").iterdir())
+
+
+def test_receiver_that_has_ended_takes_nothing_more(tmp_path: Path) -> None:
+    """A peer's bytes may still arrive while the call that began the stream is given up."""
+    store, good, late = open_store(tmp_path / "store"), frame(b"good"), frame(b"late")
+    receiver = store.receive(len(good) + len(late))
+    receiver.feed(good)
+    assert receiver.keep() == 1 and receiver.keep() == 0
+    assert receiver.feed(late) == 0 and receiver.arrived == {chunk_id(b"good")}
+    receiver.abort()
+    assert store.missing([chunk_id(b"good"), chunk_id(b"late")]) == [chunk_id(b"late")]
+    ended = store.receive(len(late))
+    ended.abort()
+    ended.abort()
+    assert ended.feed(late) == 0 and ended.keep() == 0
+    exact = store.receive(len(late))
+    exact.feed(late)
+    assert exact.finish() == 1, "as much as was asked for"
+
+
+def test_restore_makes_parents_and_leaves_no_file_open(tmp_path: Path) -> None:
+    write_tree(tmp_path / "in", {f"{number}": b"x" for number in range(20)})
+    store = open_store(tmp_path / "store")
+    saved = save(store, tmp_path / "in")
+    store.restore(saved.id, tmp_path / "first" / "out", prefix="ckpt")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    store.restore(saved.id, tmp_path / "second" / "below" / "out", prefix="ckpt")
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert read_tree(tmp_path / "second" / "below" / "out") == read_tree(tmp_path / "in")
+
+
 def test_replaced_writer_is_refused(tmp_path: Path) -> None:
     write_tree(tmp_path / "in", {"a": b"x"})
     store = open_store(tmp_path / "store")

@@ -156,6 +156,18 @@ async def test_records_spread_and_a_restarted_node_outranks_its_earlier_run(mesh
     )
 
 
+async def test_withdrawn_record_is_gone_everywhere(mesh: Mesh) -> None:
+    await mesh.start(2)
+    me = mesh.nodes[1].identity.node_id
+    for section in ("jobs/x", "jobs/y"):
+        mesh.nodes[1].publish(section, b"here", 600)
+    await until(lambda: len(mesh.nodes[0].records("jobs/")) == 2, "the records")
+    mesh.nodes[1].withdraw("jobs/x")
+    await until(lambda: len(mesh.nodes[0].records("jobs/")) == 1, "the end of one")
+    assert [node.record(me, "jobs/x") for node in mesh.nodes] == [None, None]
+    assert all(node.record(me, "jobs/y") for node in mesh.nodes)
+
+
 async def test_restarted_node_is_told_at_its_first_contact_what_it_published_before(mesh: Mesh) -> None:
     await mesh.start(2)
     me = mesh.nodes[1].identity.node_id
