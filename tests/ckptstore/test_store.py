@@ -709,8 +709,26 @@ def test_pack_held_during_its_collection_is_kept(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(store.index, "chunks_of", meanwhile)
     assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 0
-    assert again[0].new_bytes == 0
+    assert again[0].new_bytes == 0 and not list(store.tmp.iterdir())
     store.restore(again[0].id, tmp_path / "out", prefix="ckpt")
+
+
+def test_pack_with_a_damaged_chunk_is_not_rewritten(tmp_path: Path) -> None:
+    """`verify` judges it; a copy would look new."""
+    store = open_store(tmp_path / "store")
+    write_tree(tmp_path / "in", {"large": os.urandom(90_000), "small": os.urandom(5000)})
+    first = save(store, tmp_path / "in", seq=1)
+    (pack,) = store.packs.glob("*.pack")
+    (tmp_path / "in" / "large").write_bytes(os.urandom(90_000))
+    save(store, tmp_path / "in", seq=2)
+    store.forget(first.id)
+    small = min(store.index.chunks_of(pack.stem).values(), key=lambda where: where.length)
+    data = bytearray(pack.read_bytes())
+    data[small.offset + small.length - 1] ^= 1
+    pack.chmod(0o600)
+    pack.write_bytes(data)
+    assert store.collect(min_age_s=0, now_unix=time.time() + 1000) == CollectReport(0, 0)
+    assert pack.exists() and not list(store.tmp.iterdir())
 
 
 def test_concurrent_saves_do_not_interfere(tmp_path: Path) -> None:
