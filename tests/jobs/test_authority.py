@@ -30,7 +30,7 @@ from mesh.jobs.authority import (
     may_write_log,
     runs,
 )
-from mesh.model.record import Attempt, Commit, Config, JobRecord, Voter
+from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Voter
 from mesh.model.spec import DataNeed, JobSpec, SpecError, encode_spec, job_id
 from tests.consensus.worlds import DISK, make_spec, make_witness
 
@@ -431,6 +431,24 @@ def test_only_witnesses_propose_without_a_lease(town: Town) -> None:
     at, waits = known(town, spec), lease(town, spec, "ada2", holder=None)
     for name, may in (("ada", True), ("bob", True), ("lender", True), ("ada2", False), ("guest", False)):
         assert town.authority.may_propose(town.node(name), waits, at, spec, False) is may, name
+    given = msgspec.structs.replace(lease(town, spec, "guest", "bob"), holder=None)
+    assert town.authority.may_propose(town.node("guest"), given, at, spec, False), "it has the term, and lends nothing"
+
+
+def test_submission_is_an_empty_record_in_the_first_term(town: Town) -> None:
+    spec = town.spec("ada")
+    at, guest = known(town, spec), town.node("guest")
+    blank = Accept(at.job, FIRST_TERM, 1, at.config, JobRecord(), None)
+
+    def may(sender: bytes = guest, config: Config = at.config, **changes: object) -> bool:
+        message = msgspec.structs.replace(blank, **changes)
+        return town.authority.may_propose(sender, message, known(town, spec, config=config), spec, False)
+
+    assert may(), "it may come again"
+    assert not may(term=FIRST_TERM + 1)
+    assert not may(holder=guest), "it takes no lease"
+    assert not may(config=Config(1, 2, at.config.members)), "the group has changed since"
+    assert not may(town.node("ada"), term=FIRST_TERM - 1), "no witness has such a term either"
 
 
 def test_group_is_changed_by_no_other_member(town: Town) -> None:
