@@ -9,7 +9,7 @@ import msgspec
 from ckptstore.errors import CorruptChunk, NotFound, StoreError
 from ckptstore.manifest import decode_manifest
 from ckptstore.objects import ObjectStore, read_stored
-from ckptstore.pack import ObjectHeader, check_stored, open_chunk, scan_pack
+from ckptstore.pack import scan_pack
 from ckptstore.store import Store
 
 
@@ -58,31 +58,13 @@ def check_packs(store: ObjectStore, tell: Callable[[str], None] = lambda words: 
     return VerifyReport(chunks, bad, tuple(quarantined), ())
 
 
-def _is_good(store: ObjectStore, header: ObjectHeader, stored: bytes) -> bool:
-    """Return True if an object decodes to the bytes of its id.
-
-    Of an encrypted one, and of a delta whose base is not here, only the stored bytes can be verified.
-    """
-    try:
-        check_stored(header, stored)
-        if header.encrypted:
-            return True
-        if header.base is None:
-            open_chunk(header, stored, None)
-        elif store.index.find(header.base) is not None:
-            open_chunk(header, stored, store.chunk(header.base))
-    except StoreError:
-        return False
-    return True
-
-
 def _inspect(store: ObjectStore, path: Path) -> tuple[int, int, bool]:
     """Return the numbers of good and bad objects in a pack, and False if the pack could not be read to its end."""
     good = wrong = 0
     try:
         with path.open("rb") as file:
             for header, offset in scan_pack(path):
-                if _is_good(store, header, read_stored(file, header, offset)):
+                if store.is_intact(header, read_stored(file, header, offset)):
                     good += 1
                 else:
                     wrong += 1

@@ -74,6 +74,32 @@ def test_base_is_kept_as_long_as_its_deltas(tmp_path: Path, cipher: StateCipher 
     assert store.collect(min_age_s=0, now_unix=time.time() + 10).packs == 2
 
 
+def test_delta_outlasts_its_damaged_base(tmp_path: Path, cipher: StateCipher | None) -> None:
+    """The base may come back from another node, and the delta may be here alone."""
+    ours, copied = open_store(tmp_path / "ours"), open_store(tmp_path / "copied")
+    first, second = train(ours, tmp_path, 2, cipher)
+    copy(ours, copied, first)
+    ((delta, base),) = [
+        (identity, where.base)
+        for identity in second.manifest.chunks
+        if (where := ours.index.find(identity)) is not None and where.base is not None
+    ]
+    place = ours.index.find(base)
+    assert place is not None
+    pack = ours.packs / f"{place.pack}.pack"
+    data = bytearray(pack.read_bytes())
+    data[place.offset + place.length - 1] ^= 1
+    pack.chmod(0o600)
+    pack.write_bytes(data)
+    report = verify(ours)
+    assert (report.bad_chunks, report.quarantined) == (1, (pack.name,))
+    assert ours.index.find(delta) is not None and ours.index.find(base) is None
+    assert verify(ours).quarantined == ()
+    copy(copied, ours, first)
+    ours.restore(second.id, tmp_path / "out", prefix="ckpt", cipher=cipher)
+    assert read_tree(tmp_path / "out") == read_tree(tmp_path / "in2")
+
+
 def test_peer_with_the_base_gets_the_delta_and_another_gets_both(tmp_path: Path, cipher: StateCipher | None) -> None:
     ours, near, far = (open_store(tmp_path / name) for name in ("ours", "near", "far"))
     first, second = train(ours, tmp_path, 2, cipher)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from ckptstore.checker import verify
 from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.cipher import StateCipher
+from ckptstore.codec import encode
 from ckptstore.collector import CollectReport
+from ckptstore.encoding import ZSTD, Encoding
 from ckptstore.errors import (
     BadManifest,
     BadPath,
@@ -44,7 +46,7 @@ from ckptstore.manifest import (
     encode_manifest,
     pack_tree,
 )
-from ckptstore.pack import HEADER_BYTES, Location, ObjectStream, PackWriter, decode_header
+from ckptstore.pack import HEADER_BYTES, Location, ObjectStream, PackWriter, chunk_name, decode_header, wrap
 from ckptstore.store import BLOCK_BYTES, Fence, SavedManifest, Store
 from tests.ckptstore.worlds import (
     CIPHER,
@@ -456,6 +458,17 @@ PLACES = {  # offset of a byte of each class in an object
     "check of the header": 100,
     "bytes": HEADER_BYTES + 900,
 }
+
+
+def test_object_that_decodes_to_another_chunk_is_found(tmp_path: Path) -> None:
+    """The checksum of its stored bytes is right: they were damaged before they were compressed."""
+    store = open_store(tmp_path / "store")
+    writer = PackWriter(store.tmp, store.packs)
+    stored = encode(b"evil" * 100, Encoding(ZSTD))
+    writer.add(*wrap(chunk_name(b"good" * 100), stored, 400, ZSTD, 0, None))
+    store.publish_pack(writer)
+    report = verify(store)
+    assert len(report.quarantined) == 1 and report.bad_chunks == 1 and not list(store.packs.iterdir())
 
 
 @pytest.mark.parametrize("cipher", [None, CIPHER], ids=["open", "sealed"])
