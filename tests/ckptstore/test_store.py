@@ -608,6 +608,32 @@ def test_foreign_chunks_have_their_own_quota(tmp_path: Path) -> None:
     assert theirs.foreign_bytes() == 0
 
 
+@pytest.mark.parametrize("user", ["eve", None])
+def test_chunks_of_the_nodes_own_user_are_not_foreign(tmp_path: Path, user: str | None) -> None:
+    ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
+    write_tree(tmp_path / "in", {"a": os.urandom(5000)})
+    saved = save(ours, tmp_path / "in")
+    theirs.user, theirs.foreign_quota_bytes = "eve", 4000
+    receiver = theirs.receive(10**6, user)
+    for piece in ours.stream(saved.manifest.chunks):
+        receiver.feed(piece)
+    assert receiver.finish() == 1 and theirs.foreign_bytes() == 0
+
+
+def test_one_file_of_a_checkpoint_is_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    write_tree(tmp_path / "in", {"sub/a": b"first", "sub/b": os.urandom(9000)})
+    saved = save(store, tmp_path / "in")
+    for name in ("a", "b"):
+        assert (
+            b"".join(map(bytes, store.read_file(saved.id, f"ckpt/sub/{name}")))
+            == (tmp_path / "in" / "sub" / name).read_bytes()
+        )
+    for path in ("ckpt/sub", "ckpt/sub/c", "sub/a"):
+        with pytest.raises(NotFound, match="not a file"):
+            list(store.read_file(saved.id, path))
+
+
 def offered(store: Store, count: int, tree_bytes: int = 0) -> list[bytes]:
     """Offer a store manifests of other users' jobs; return those that it took."""
     taken = []
