@@ -555,8 +555,9 @@ class Participant:
         return answer("") + self._from(job, "member", member.begin(at))
 
     def _give_way(self, job: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
-        """End the attempt of a gang that gathers here and comes after this one, which asks again. Else two gangs that each hold
-        a node that the other needs would both give up, and both try again, for ever.
+        """End the attempt of a gang that still gathers here, if it comes after this one, which will ask again.
+
+        Otherwise two gangs that each hold a node that the other needs would both give up and try again for ever.
         """
         gathering = [runner for runner in self.runners.values() if runner.gathers]
         last = max(gathering, key=lambda runner: gang_turn(runner.job, runner.spec), default=None)

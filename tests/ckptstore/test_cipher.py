@@ -15,7 +15,7 @@ from ckptstore.codec import encode
 from ckptstore.encoding import RAW, ZSTD, Encoding
 from ckptstore.errors import CorruptChunk, MissingChunks, MissingKey, StoreError
 from ckptstore.pack import HEADER_BYTES, ObjectHeader, check_stored, chunk_name, encode_header, open_chunk, wrap
-from tests.ckptstore.worlds import CIPHER, copy, open_store, read_tree, save, write_tree
+from tests.ckptstore.worlds import CIPHER, copy, damage, open_store, read_tree, save, write_tree
 
 OTHER = StateCipher(b"another key of 32 bytes........!")
 SECRET = b"the weights of a model that nobody may see. "
@@ -144,9 +144,7 @@ def test_holder_finds_damage_without_the_key_and_is_repaired(tmp_path: Path) -> 
     copy(ours, theirs, saved)
     for offset in (0, 40, 70, 150, 2000, 5000):  # realm, inner, signature, nonce, bytes, tag
         (pack,) = [path for path in (tmp_path / "theirs" / "packs").iterdir() if path.stat().st_size > 5000][:1]
-        data = bytearray(pack.read_bytes())
-        data[16 + HEADER_BYTES + offset] ^= 1
-        pack.write_bytes(bytes(data))
+        damage(pack, 16 + HEADER_BYTES + offset)
         report = verify(theirs)
         assert report.bad_chunks == 1 and report.damaged_manifests == (saved.id,)
         with pytest.raises((MissingChunks, StoreError)):

@@ -45,6 +45,7 @@ from ckptstore.errors import (
     TooLarge,
 )
 from ckptstore.pack import PackWriter, chunk_name, wrap
+from tests.ckptstore.worlds import damage
 from tests.system_calls import system_calls
 
 ID = b"\1" * 32
@@ -252,9 +253,7 @@ def test_set_with_a_missing_or_damaged_chunk_is_not_published_or_written(store: 
     added = Adder(store).add(source)
     store.publish(ID, b"sealed", added.root)
     pack = max(store.packs.glob("*.pack"), key=lambda path: path.stat().st_size)
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+    damage(pack, pack.stat().st_size // 2)
     with pytest.raises(StoreError):
         store.make_tree(ID, added.root)
     assert list(store.trees.iterdir()) == []

@@ -16,7 +16,7 @@ from ckptstore.errors import CorruptChunk, StoreError
 from ckptstore.restorer import restore
 from ckptstore.store import SavedManifest, Store
 from tests.ckptstore.test_chunker import safetensors
-from tests.ckptstore.worlds import CIPHER, JOB, copy, open_store, read_tree, save, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, copy, damage, open_store, read_tree, save, write_tree
 
 COUNT = 1 << 18  # elements: 1 MiB
 
@@ -87,10 +87,7 @@ def test_delta_outlasts_its_damaged_base(tmp_path: Path, cipher: StateCipher | N
     place = ours.index.find(base)
     assert place is not None
     pack = ours.packs / f"{place.pack}.pack"
-    data = bytearray(pack.read_bytes())
-    data[place.offset + place.length - 1] ^= 1
-    pack.chmod(0o600)
-    pack.write_bytes(data)
+    damage(pack, place.offset + place.length - 1)
     report = verify(ours)
     assert (report.bad_chunks, report.quarantined) == (1, (pack.name,))
     assert ours.index.find(delta) is not None and ours.index.find(base) is None
@@ -152,9 +149,7 @@ def test_damaged_base_is_reported_and_never_used(tmp_path: Path, cipher: StateCi
     where = store.index.find(moved.base)
     assert where is not None
     pack = tmp_path / "store" / "packs" / f"{where.pack}.pack"
-    data = bytearray(pack.read_bytes())
-    data[where.offset + 5000] ^= 1
-    pack.write_bytes(bytes(data))
+    damage(pack, where.offset + 5000)
     for saved in (first, second):
         with pytest.raises(StoreError):
             store.restore(saved.id, tmp_path / "out", prefix="ckpt", cipher=cipher)

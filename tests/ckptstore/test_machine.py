@@ -14,7 +14,7 @@ from ckptstore.checker import verify
 from ckptstore.cipher import StateCipher
 from ckptstore.errors import StoreError
 from ckptstore.store import Store
-from tests.ckptstore.worlds import CIPHER, JOB, open_store, read_tree, save, stream, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, damage, open_store, read_tree, save, stream, write_tree
 
 NAMES = ("ours", "theirs")
 BLOCK = 5000
@@ -96,9 +96,7 @@ class Stores(RuleBasedStateMachine):
         if not packs:
             return
         pack = packs[place % len(packs)]
-        data = bytearray(pack.read_bytes())
-        data[place % len(data)] ^= 1 << bit
-        pack.write_bytes(bytes(data))
+        damage(pack, place % pack.stat().st_size, 1 << bit)
         told = set(verify(self.stores[name]).damaged_manifests)
         self.held[name] = {identity: tree for identity, tree in self.held[name].items() if identity not in told}
         for identity in told:

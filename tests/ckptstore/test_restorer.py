@@ -1,4 +1,4 @@
-"""A file that is restored by several threads, of which one fails."""
+"""Restores that fail: no thread writes on, and no file is left."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ import pytest
 
 from ckptstore.errors import CorruptChunk, StoreError
 from ckptstore.restorer import _restore_file
-from tests.ckptstore.worlds import open_store, save, write_tree
+from tests.ckptstore.worlds import damage, open_store, save, write_tree
 
 THREADS = 2
 CHUNKS = 5 * THREADS  # more than are read ahead
@@ -45,8 +45,7 @@ def test_failed_restore_leaves_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     saved = save(store, tmp_path / "in")
     (pack,) = (tmp_path / "store" / "packs").iterdir()
-    pack.chmod(0o600)
-    pack.write_bytes(pack.read_bytes()[:-1] + b"?")
+    damage(pack, -1)
     (tmp_path / "out").mkdir()
     with pytest.raises(StoreError):
         store.restore(saved.id, tmp_path / "out" / "here", prefix="ckpt")

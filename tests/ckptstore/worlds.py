@@ -85,6 +85,13 @@ def chunk_id(data: bytes) -> bytes:
     return chunk_name(data).id
 
 
+def damage(file: Path, place: int, bits: int = 1) -> None:
+    """Flip these bits of the byte at a place."""
+    data = bytearray(file.read_bytes())
+    data[place] ^= bits
+    file.write_bytes(data)
+
+
 def write_tree(root: Path, files: dict[str, bytes]) -> None:
     for name, data in files.items():
         path = root / name

@@ -1,7 +1,6 @@
 """The claims that the audit makes for tenants, and which processes it takes for strangers, without a GPU."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from cuda_guard.auditor import UNGUARDED_SAMPLES, Claim, DeviceSample, GpuProces
 from mesh.gpus.audit import Audit, _claims, _gone, _is_ending
 
 GPU_0, GPU_1 = "GPU-0", "GPU-1"
-OTHER_PID = 2**22 + 1  # beyond the kernel's largest
+ALIVE, NOBODY = os.getpid(), 2**22 + 1  # the second is beyond the kernel's largest
 
 
 @pytest.fixture
@@ -23,14 +22,6 @@ def zombie() -> Iterator[int]:
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     yield child.pid
-    child.wait()
-
-
-@pytest.fixture
-def alive() -> Iterator[int]:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield child.pid
-    child.send_signal(signal.SIGKILL)
     child.wait()
 
 
@@ -64,25 +55,25 @@ class FakeTenant:
         self.counted.append(measured)
 
 
-def test_charge_that_changed_meanwhile_is_not_compared(alive: int, zombie: int) -> None:
-    tenant: Any = FakeTenant({alive: (1, 2), zombie: (3, 4)})
-    first, second = _claims(tenant, {alive: (1, 2), zombie: (3, 5)}, frozenset({alive, zombie}))
-    assert first == Claim("a job", GPU_0, frozenset({alive, zombie}), {alive: 1, zombie: None}, 10, None, 20.0, None)
-    assert second.charged == {alive: 2, zombie: None} and (second.limit, second.reported) == (100, 51)
-    (only, _) = _claims(tenant, {}, frozenset({alive}))
-    assert only.charged[alive] is None, "it is new"
+def test_charge_that_changed_meanwhile_is_not_compared(zombie: int) -> None:
+    tenant: Any = FakeTenant({ALIVE: (1, 2), zombie: (3, 4)})
+    first, second = _claims(tenant, {ALIVE: (1, 2), zombie: (3, 5)}, frozenset({ALIVE, zombie}))
+    assert first == Claim("a job", GPU_0, frozenset({ALIVE, zombie}), {ALIVE: 1, zombie: None}, 10, None, 20.0, None)
+    assert second.charged == {ALIVE: 2, zombie: None} and (second.limit, second.reported) == (100, 51)
+    (only, _) = _claims(tenant, {}, frozenset({ALIVE}))
+    assert only.charged[ALIVE] is None, "it is new"
 
 
-def test_process_that_is_ending_bypasses_nothing(alive: int, zombie: int) -> None:
-    assert not _is_ending(alive) and _is_ending(zombie) and _is_ending(OTHER_PID)
-    (first, _) = _claims(FakeTenant({}), {}, frozenset({alive, zombie}))  # type: ignore[arg-type]
+def test_process_that_is_ending_bypasses_nothing(zombie: int) -> None:
+    assert not _is_ending(ALIVE) and _is_ending(zombie) and _is_ending(NOBODY)
+    (first, _) = _claims(FakeTenant({}), {}, frozenset({ALIVE, zombie}))  # type: ignore[arg-type]
     assert first.charged == {zombie: None}, "the other one has no guard"
 
 
-def test_last_processes_of_a_tenant_bypass_no_guard(alive: int) -> None:
-    tenant: Any = FakeTenant({alive: (1, 2)})
-    claims = _gone(tenant, frozenset({alive}), [DeviceSample(GPU_0, 100, 0), DeviceSample(GPU_1, 100, 0)])
-    assert [(claim.uuid, claim.charged) for claim in claims] == [(GPU_0, {alive: None}), (GPU_1, {alive: None})]
+def test_last_processes_of_a_tenant_bypass_no_guard() -> None:
+    tenant: Any = FakeTenant({ALIVE: (1, 2)})
+    claims = _gone(tenant, frozenset({ALIVE}), [DeviceSample(GPU_0, 100, 0), DeviceSample(GPU_1, 100, 0)])
+    assert [(claim.uuid, claim.charged) for claim in claims] == [(GPU_0, {ALIVE: None}), (GPU_1, {ALIVE: None})]
 
 
 async def look(audit: Audit, *tenants: Any, processes: tuple[GpuProcess, ...] = ()) -> list[Any]:
@@ -91,19 +82,19 @@ async def look(audit: Audit, *tenants: Any, processes: tuple[GpuProcess, ...] = 
     return await audit.look(tenants)
 
 
-async def test_ending_processes_are_no_strangers(alive: int, zombie: int) -> None:
+async def test_ending_processes_are_no_strangers(zombie: int) -> None:
     audit = Audit((GPU_0,), None)
-    await look(audit, processes=(GpuProcess(alive, 5), GpuProcess(zombie, 7)))
-    assert [process.pid for process in audit.strangers[GPU_0]] == [alive]
+    await look(audit, processes=(GpuProcess(ALIVE, 5), GpuProcess(zombie, 7)))
+    assert [process.pid for process in audit.strangers[GPU_0]] == [ALIVE]
     assert (audit.foreign[GPU_0].processes, audit.foreign[GPU_0].memory) == (2, 12)
 
 
 @pytest.mark.parametrize("released", [False, True])
-async def test_tenant_that_ended_meanwhile_is_neither_charged_nor_found(alive: int, released: bool) -> None:
+async def test_tenant_that_ended_meanwhile_is_neither_charged_nor_found(released: bool) -> None:
     audit = Audit((GPU_0,), None)
-    tenant = FakeTenant({}, released, others=(alive,))
+    tenant = FakeTenant({}, released, others=(ALIVE,))
     for _ in range(UNGUARDED_SAMPLES):
-        found = await look(audit, tenant, processes=(GpuProcess(alive, 1 << 19),))
+        found = await look(audit, tenant, processes=(GpuProcess(ALIVE, 1 << 19),))
     assert [finding.kind for _, finding in found] == ([] if released else ["unguarded"])
     assert audit.strangers[GPU_0] == ()
     assert len(tenant.counted) == (0 if released else UNGUARDED_SAMPLES)

@@ -217,7 +217,7 @@ async def test_promise_is_on_disk_before_it_is_sent(jobs: JobService) -> None:
 
 
 async def test_service_ends_without_a_word_when_it_cannot_save(jobs: JobService) -> None:
-    """What the cores know by then is not on disk, so they may act on none of it."""
+    """The cores then know what is not on disk, so nothing that follows from it may be sent."""
     sent = list[bytes]()
 
     async def deliver(to: bytes, body: bytes) -> None:

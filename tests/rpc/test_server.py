@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -32,6 +31,7 @@ from mesh.rpc.server import (
 )
 from tests.adversary.floods import handshakes
 from tests.adversary.neighbour import ended, unfinished
+from tests.descriptors import descriptors
 from tests.rpc.nodes import MESH
 
 HOST, MEMBER, OTHER = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
@@ -270,9 +270,7 @@ async def test_connections_leave_files_for_the_journal(monkeypatch: pytest.Monke
     monkeypatch.setattr(client, "CALLS_PER_NODE", MAX_PER_PEER)
     monkeypatch.setattr(server, "MAX_REQUESTS_PER_PEER", MAX_PER_PEER)
     most = MAX_PER_PEER + 6
-    kept = server.FILES_KEPT + len(
-        list(Path("/proc/self/fd").iterdir())
-    )  # earlier tests in this process left some open
+    kept = server.FILES_KEPT + len(descriptors())  # earlier tests in this process left some open
     monkeypatch.setattr(server, "FILES_KEPT", kept)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (kept + server.MAX_HANDSHAKES + most, limits[1]))

@@ -23,7 +23,7 @@ def no_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compete(seed: int) -> int:
-    """Run eight jobs on two or three nodes with one place each; return the largest number of attempts."""
+    """Run eight jobs on the only two nodes with a place, one each; return the largest number of attempts of a job."""
     world = JobsWorld(
         seed,
         faults=FaultPlan(until_s=300.0),
