@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +24,7 @@ from membership.bootstrap import Bootstrap
 from membership.clock_skew import CLOCK_WARN_S
 from membership.config import SwimConfig
 from membership.core import Core
-from membership.discovery import MdnsBeacon, MdnsConfig
+from membership.discovery import MdnsConfig
 from membership.effects import (
     Cloned,
     Effect,
@@ -49,6 +50,9 @@ from membership.snapshot import MAX_PEERS, Peer, RevocationFile, Snapshot, Snaps
 from membership.streams import FAILURES, PACKET_TIMEOUT_S, Streams
 from membership.trust import CERTIFICATE_WARN_S, RENEW_BEFORE_S, ROLES, TrustError, TrustStore
 from membership.wire import Ping
+
+if TYPE_CHECKING:
+    from membership.mdns import MdnsBeacon
 
 MAX_RECONCILES = 32  # at a time; bounds the connections that forged packets can cause
 MAX_STREAMING = 64  # packets over TCP at a time; as for one probe and a round of gossip every 0.1 s for two seconds
@@ -181,6 +185,8 @@ class MembershipNode:
         self._streams = Streams(self._core, self._ping_udp, self._admission.answer)
         self._core.start()
         if self._mdns_config is not None:
+            from membership.mdns import MdnsBeacon  # and zeroconf, which a node without mDNS does not need
+
             self._beacon = MdnsBeacon(
                 self._mdns_config,
                 self.identity.node_id,

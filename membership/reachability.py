@@ -7,17 +7,21 @@ after each change of the network interfaces.
 import asyncio
 import logging
 from random import Random
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from membership.addresses import address_text, canonical, is_any
 from membership.bootstrap import Bootstrap
 from membership.core import Clock, Core
-from membership.discovery import LOOPBACKS, MdnsBeacon, advertised_address, lan_addresses, neighbours, without_route
+from membership.discovery import LOOPBACKS, advertised_address, lan_addresses, neighbours, without_route
 from membership.identity import NodeId, short_id
 from membership.member import Member
 from membership.reconcile import Reached
 from membership.streams import FAILURES, Streams
+
+if TYPE_CHECKING:
+    from membership.mdns import MdnsBeacon
 
 RECHECK_S, CHECK_S = 15.0, 300.0  # between two checks, after a failed one and otherwise
 FIRST_CHECK_S = 2.0
@@ -80,7 +84,7 @@ class Reachability:
             self.host = await asyncio.to_thread(advertised_address, self._bind_host, towards)
         self._check_at = self._clock.boot() + FIRST_CHECK_S
 
-    async def check_interfaces(self, core: Core, beacon: MdnsBeacon | None, woke_up: bool) -> None:
+    async def check_interfaces(self, core: Core, beacon: "MdnsBeacon | None", woke_up: bool) -> None:
         """Choose and announce the address again after a change of the interfaces or a wake-up from sleep."""
         addresses = await asyncio.to_thread(lan_addresses)
         if addresses == self._addresses and not woke_up:

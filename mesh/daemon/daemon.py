@@ -86,7 +86,7 @@ from mesh.model.destinations import destinations
 from mesh.model.spec import parse_job
 from mesh.network.edge import Edge
 from mesh.network.egress import policy_of
-from mesh.network.proxy import Proxies
+from mesh.network.proxy_rules import ProxyRules
 from mesh.network.switch import GUESTS
 from mesh.provider.accounts import Accounts
 from mesh.provider.attendance import SECTION, SUMMARY_TTL_S, Attendance
@@ -306,7 +306,7 @@ class Daemon:
                 warn=self._note,
             ),
             self._data,
-            Proxies(destinations(settings.network), _bytes(settings.network_gib) or 0),
+            ProxyRules(destinations(settings.network), _bytes(settings.network_gib) or 0),
         )
         self._accounts = Accounts(self._identity, self.trust.mesh_id, self._journal, self._jobs)
 

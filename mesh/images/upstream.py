@@ -6,6 +6,7 @@ looked for below that name. What a registry sends is compared with its digest, a
 
 import asyncio
 import re
+import ssl
 from collections.abc import Sequence
 
 import aiohttp
@@ -65,7 +66,8 @@ class Upstream:
         limit = MAX_MANIFEST_BYTES if size is None else size
         timeout = aiohttp.ClientTimeout(IDLE_S + limit / SLOWEST_BPS, sock_connect=CONNECT_S, sock_read=IDLE_S)
         reasons = []
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+        connector = aiohttp.TCPConnector(ssl=await asyncio.to_thread(ssl.create_default_context))
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
             for registry, repository in places:
                 plain = "http" if LOOPBACK.fullmatch(registry) else "https"
                 what = "manifests" if is_manifest else "blobs"

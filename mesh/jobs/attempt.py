@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -61,12 +61,15 @@ from mesh.model.environment import EnvironmentRefused
 from mesh.model.record import Commit, JobRecord
 from mesh.model.secrets import SecretError
 from mesh.model.spec import DataNeed, JobSpec, format_job
-from mesh.network.proxy import Proxies, Proxy
+from mesh.network.proxy_rules import ProxyRules
 from mesh.util import trees
 from mesh.util.boottime import boot_s
 from mesh.util.task_set import TaskSet
 from placement.advert import Portion
 from placement.allocation import gpu_percent
+
+if TYPE_CHECKING:
+    from mesh.network.proxy import Proxy
 
 STREAM_S = 1.0  # for a killed guest to end before reads of streamed data sets are failed (own choice)
 DATA_NOTED_S = 1.0  # a data set that is ready sooner needs no event (own choice)
@@ -109,8 +112,8 @@ class Attempt:
 
     `report` hands an event to the job cores; `note` writes an event for the user; `replica_policy` tells where replicas may
     go now; `cipher` opens the key of what the job saves; `have_image` gives the id of a container's image once the node has
-    it (`Library.ready`), `data` brings its data sets, `proxies` reach hosts; `disk_limit` gives the bytes that an attempt in a
-    directory may hold.
+    it (`Library.ready`), `data` brings its data sets, `proxy_rules` say which hosts it reaches; `disk_limit` gives the
+    bytes that an attempt in a directory may hold.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class Attempt:
         note: Callable[..., None] = lambda text, new="": None,
         have_image: HaveImage | None = None,
         data: HaveData | None = None,
-        proxies: Proxies | None = None,
+        proxy_rules: ProxyRules | None = None,
     ) -> None:
         self.job, self.spec, self.number, self.base, self.log_path = job, spec, number, base, log_path
         self.engine = engine
@@ -172,7 +175,10 @@ class Attempt:
         self._notices, self._noticing = 0, asyncio.Lock()
         self._proxy: Proxy | None = None
         if spec.network:
-            self._proxy = (proxies or Proxies((), 0)).proxy(job, spec.network, lambda text: note(text, "network"))
+            from mesh.network import proxy  # and h11, which few attempts need
+
+            rules = proxy_rules or ProxyRules((), 0)
+            self._proxy = proxy.Proxy(rules, job, spec.network, lambda text: note(text, "network"))
         self._closing = False
         self._still_since = 0.0  # start of the freeze for a dump, else 0
         self._dumps = Dumps(base, self._stand) if spec.saves_from_outside else None

@@ -92,7 +92,7 @@ from mesh.jobs.status_gossip import StatusGossip
 from mesh.jobs.vouching import Asking, Vouching
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec, SpecError, encode_spec, format_job, job_id, placement_request
-from mesh.network.proxy import Proxies
+from mesh.network.proxy_rules import ProxyRules
 from mesh.rpc.client import PeerClient
 from mesh.util.task_set import TaskSet
 from mesh.util.text import plural
@@ -135,8 +135,8 @@ class JobService:
     """The jobs of one node.
 
     `directory` holds the guests' files; `disk_limit` says how many bytes each attempt may hold. `have_image` gives the id of an
-    image once this node has it, `data` brings data sets here, and `proxies` let jobs reach hosts. What a job has left stays for
-    `keep_s` once it is over. A checkpoint is copied again when one of its holders has been away for `repair_after_s`.
+    image once this node has it, `data` brings data sets here, and `proxy_rules` say which hosts jobs reach. What a job has left
+    stays for `keep_s` once it is over. A checkpoint is copied again when one of its holders has been away for `repair_after_s`.
     """
 
     def __init__(
@@ -158,14 +158,14 @@ class JobService:
         repair_after_s: float = LOST_S,
         hooks: JobHooks | None = None,
         data: HaveData | None = None,
-        proxies: Proxies | None = None,
+        proxy_rules: ProxyRules | None = None,
     ) -> None:
         self._hooks = hooks = hooks or JobHooks()
         self._identity, self._trust, self._membership = identity, trust, membership
         self._me, self._nick = identity.node_id, membership.credentials.nick
         self._journal, self._store, self._engines, self._inventory = journal, store, engines, inventory
         self._directory, self.logs, self._have_image = directory, logs, have_image
-        self._data, self._proxies = data, proxies
+        self._data, self._proxy_rules = data, proxy_rules
         sealer = MeshSealer(identity, trust.mesh_id)
         self.authority = Authority(sealer, trust, lambda node: membership.record(node, "advert") is not None)
         self._disk_limit = disk_limit
@@ -678,7 +678,7 @@ class JobService:
             lambda text, new: self.own_status.note(job, "state", text, new=new),
             self._have_image,
             self._data,
-            self._proxies,
+            self._proxy_rules,
         )
         self._hooks.places_changed()
         return None

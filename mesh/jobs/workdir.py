@@ -2,12 +2,14 @@
 
 import os
 from pathlib import Path
-
-from pathspec import GitIgnoreSpec
+from typing import TYPE_CHECKING
 
 from ckptstore.errors import BadPath
 from ckptstore.manifest import check_link
 from mesh.util.errors import ExitCode, MeshError
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
 
 LIMIT_BYTES = 1 << 30  # what a person may send by accident; `mesh data` is for more
 LIMIT_FILES = 50_000
@@ -32,6 +34,8 @@ class IgnoreRules:
             if path.is_file():
                 lines += path.read_text(encoding="utf-8", errors="replace").splitlines()
         if lines:
+            from pathspec import GitIgnoreSpec
+
             self._rules[below] = GitIgnoreSpec.from_lines(lines)
 
     def ignores(self, path: Path, is_directory: bool) -> bool:

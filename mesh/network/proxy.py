@@ -11,12 +11,14 @@ import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 import h11
 
 from mesh.model.destinations import HTTP_PORT, DestinationError, destination
-from mesh.network.addresses import NotPublic, PublicAddresses
+from mesh.network.addresses import NotPublic
 from mesh.network.client_hello import ACCESS_DENIED, HelloReader, HelloRefused
+from mesh.network.proxy_rules import ProxyRules, Refusal
 from mesh.util.byte_text import amount
 from mesh.util.task_set import TaskSet
 from mesh.util.text import plural
@@ -33,7 +35,6 @@ HANDSHAKE_S = 20.0  # for a request and its connection, and then for the ClientH
 CONNECT_S, ADDRESSES = 5.0, 4  # for one address, and how many are tried (own choice)
 IDLE_S = 600.0  # without a byte in either direction (own choice)
 REFUSALS_TOLD = 16  # different refused destinations of one attempt in its events (own choice)
-JOBS_KNOWN = 4096  # whose bytes are counted; the oldest is forgotten (own choice)
 HOP_BY_HOP = {
     b"connection",
     b"keep-alive",
@@ -44,40 +45,10 @@ HOP_BY_HOP = {
 }  # RFC 9110 7.6.1
 _ABSOLUTE = re.compile(r"http://([^/?]*)([/?].*)?")
 
-Resolve = Callable[[str], Awaitable[list[str]]]
 Read = Callable[[], Awaitable[bytes]]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 log = logging.getLogger(__name__)
-
-
-class Refusal(Exception):
-    """A request that is not served. `where`: its destination, if it has one."""
-
-    def __init__(self, status: int, text: str, where: str = "") -> None:
-        super().__init__(text)
-        self.status, self.where = status, where
-
-
-class Proxies:
-    """The proxies of one node. `allowed`: by its owner; `most_bytes`: of one job, both ways, while the daemon runs."""
-
-    def __init__(self, allowed: Iterable[str], most_bytes: int, resolve: Resolve | None = None) -> None:
-        self._allowed, self._most = frozenset(allowed), most_bytes
-        self._resolve = resolve or PublicAddresses()
-        self._used: dict[bytes, int] = {}
-
-    def proxy(self, job: bytes, asked: Iterable[str], note: Callable[[str], None]) -> "Proxy":
-        """Return the proxy of one attempt; `note` reports what it reaches."""
-        return Proxy(self._allowed.intersection(asked), self._resolve, lambda size: self._spend(job, size), note)
-
-    def _spend(self, job: bytes, size: int) -> None:
-        used = self._used.pop(job, 0)
-        self._used[job] = used + size
-        while len(self._used) > JOBS_KNOWN:
-            del self._used[next(iter(self._used))]
-        if used + size > self._most:
-            raise Refusal(429, f"the job has used its {amount(self._most)} of the network here (network_gib)")
 
 
 class Traffic:
@@ -91,12 +62,11 @@ class Traffic:
 
 
 class Proxy:
-    """The proxy of one attempt."""
+    """The proxy of one attempt; `note` reports what it reaches."""
 
-    def __init__(
-        self, allowed: frozenset[str], resolve: Resolve, spend: Callable[[int], None], note: Callable[[str], None]
-    ) -> None:
-        self._allowed, self._resolve, self._spend, self._note = allowed, resolve, spend, note
+    def __init__(self, rules: ProxyRules, job: bytes, asked: Iterable[str], note: Callable[[str], None]) -> None:
+        self._allowed = rules.allowed.intersection(asked)
+        self._resolve, self._spend, self._note = rules.resolve, partial(rules.spend, job), note
         self._loop = asyncio.get_running_loop()
         self._traffic: dict[str, Traffic] = {}
         self._refused: set[str] = set()

@@ -4,7 +4,8 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from mesh.network.proxy import Proxies
+from mesh.network.proxy import Proxy
+from mesh.network.proxy_rules import ProxyRules
 from tests.execution.bench import WAIT_S, Bench
 from tests.tls_site import HOST, site
 
@@ -21,8 +22,8 @@ async def see_what_it_reaches(bench: Bench, image: str | None = None) -> None:
     """Start a guest whose first act is a request by TLS, and see that it reaches its host and nothing else."""
     async with site(bench.root / "work") as there:
         told = list[str]()
-        proxy = Proxies([there.where, "else.example.org:443"], 1 << 30, loopback).proxy(
-            b"j" * 16, [there.where], told.append
+        proxy = Proxy(
+            ProxyRules([there.where, "else.example.org:443"], 1 << 30, loopback), b"j" * 16, [there.where], told.append
         )
         ask = f"curl -sS --cacert $MESH_WORK_DIR/ca.pem --max-time {WAIT_S:g}"
         script = f"""
@@ -45,7 +46,7 @@ async def see_what_it_reaches(bench: Bench, image: str | None = None) -> None:
 
 async def see_that_it_goes_on(bench: Bench) -> None:
     """See that a guest that never uses its proxy is told of it, and not held up."""
-    proxy = Proxies([], 0, loopback).proxy(b"j" * 16, [], print)
+    proxy = Proxy(ProxyRules([], 0, loopback), b"j" * 16, [], print)
     guest = await bench.shell("echo $HTTPS_PROXY $no_proxy; exit 3", proxy=proxy.listen)
     async with asyncio.timeout(WAIT_S):
         assert (await guest.wait()).code == 3

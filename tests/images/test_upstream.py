@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.docker_registry import docker_registry
 from tests.images.samples import manifest_of
 from tests.images.test_clients import run
 from tests.rpc.nodes import client_of
+from tests.tls_site import HOST, site
 
 CONFIG, LAYER = b'{"architecture":"amd64","os":"linux","rootfs":{"type":"layers","diff_ids":[]}}', os.urandom(3 << 20)
 MANIFEST = manifest_of(CONFIG, [LAYER])
@@ -75,6 +77,21 @@ async def test_image_comes_from_registry_that_owner_allows(
         with pytest.raises(FetchFailed, match="it answers 404"):
             await brought("lab/other:1", address)
         await brought("lab/tool:1", address)
+
+
+async def test_registry_must_have_a_certificate_that_this_machine_trusts(
+    brought: Callable[..., Awaitable[BlobStore]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: resolve("127.0.0.1", *rest, **named))
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(CONFIG)}\r\nConnection: close\r\n\r\n"
+    async with site(tmp_path, answer=head.encode() + CONFIG) as served:
+        registry = f"{HOST}:{served.port}"
+        with pytest.raises(FetchFailed, match="certificate verify failed"):
+            await brought("lab/tool:1", registry, contents=(CONFIG,))
+        assert served.heads == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(served.ca))
+        await brought("lab/tool:1", registry, contents=(CONFIG,))
 
 
 async def test_registry_gives_token_to_anybody(brought: Callable[..., Awaitable[BlobStore]], tmp_path: Path) -> None:

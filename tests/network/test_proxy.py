@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from mesh.network import proxy as proxies
 from mesh.network.addresses import NotPublic
 from mesh.network.client_hello import ACCESS_DENIED
-from mesh.network.proxy import Proxies, Proxy
+from mesh.network.proxy import Proxy
+from mesh.network.proxy_rules import ProxyRules
 from tests.network.hellos import hello
 from tests.tls_site import HOST, Site, site
 
@@ -26,11 +27,11 @@ MIB = 1 << 20
 class Wire:
     """A job's proxy, with the socket that its guest would have, and what it told."""
 
-    def __init__(self, *asked: str, most_bytes: int = 64 * MIB, node: Proxies | None = None) -> None:
+    def __init__(self, *asked: str, most_bytes: int = 64 * MIB, node: ProxyRules | None = None) -> None:
         self.told: list[str] = []
         self.answers: dict[str, list[str]] = {HOST: ["127.0.0.1"]}
-        self.node = node or Proxies(asked, most_bytes, self._resolve)
-        self.proxy: Proxy = self.node.proxy(JOB, asked, self.told.append)
+        self.node = node or ProxyRules(asked, most_bytes, self._resolve)
+        self.proxy = Proxy(self.node, JOB, asked, self.told.append)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.proxy.listen(self._listener)
@@ -139,9 +140,9 @@ async def test_spelling_of_a_target_plays_no_part(served: Site) -> None:
 async def test_owner_and_job_must_both_name_a_host(served: Site) -> None:
     owners = Wire(served.where)
     told = list[str]()
-    strict = owners.node.proxy(JOB, ["other.example.org:443"], told.append)
+    strict = Proxy(owners.node, JOB, ["other.example.org:443"], told.append)
     assert strict._allowed == frozenset(), "what the owner does not allow"
-    both = owners.node.proxy(JOB, [served.where, "other.example.org:443"], told.append)
+    both = Proxy(owners.node, JOB, [served.where, "other.example.org:443"], told.append)
     assert both._allowed == {served.where}
     for each in (owners.proxy, strict, both):
         await each.close()

@@ -5,7 +5,6 @@ import time
 from membership.addresses import address_text
 from membership.identity import Identity, format_id, short_id
 from membership.node import MembershipNode
-from membership.ssh_keys import SshError, fingerprint, read_public_key
 from membership.trust import ROLES, NameTaken, TrustError, TrustStore, make_invite, make_promotion, make_revocation
 from mesh.api import schemas
 from mesh.api.handlers.lookup import find_node
@@ -33,6 +32,8 @@ class TrustHandlers:
             if m.state == "alive" and m.node_id != self._identity.node_id
         ]
         roles = tuple[str, ...](order.roles) or me.credentials.roles
+        from membership.ssh_keys import SshError, fingerprint, read_public_key  # with OpenSSL, which few orders need
+
         try:
             ssh_key = fingerprint(read_public_key(order.ssh_key)) if order.ssh_key else b""
             return make_invite(
