@@ -51,10 +51,12 @@ class Bench:
         self.nobody_has_it = False
         self.now = 1000.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        store: Any = type("Has", (), {"has": staticmethod(lambda manifest: True)})
-        replica_policy = ReplicaPolicy(0, 0, (B, C, E, F))
+        self.has = True
+        self.words: list[str] = []
+        store: Any = type("Has", (), {"has": staticmethod(lambda manifest: self.has)})
+        self.policy = ReplicaPolicy(0, 0, (B, C, E, F))
         replicator: Any = self
-        self.repair = Repair(me, replicator, store, lambda job: replica_policy, self.tell)
+        self.repair = Repair(me, replicator, store, lambda job: self.policy, self.tell)
 
     async def replicate(self, manifest: bytes, chosen: object, able: list[bytes], want: int) -> Replicated:
         self.copied.append((manifest, tuple(able), want))
@@ -67,7 +69,7 @@ class Bench:
             raise FetchError("no node has it")
 
     async def tell(self, job: bytes, manifest: bytes, holders: tuple[bytes, ...], words: str) -> None:
-        assert "copied to" in words
+        self.words.append(words)
         self.told.append((manifest, holders))
 
     async def look(self, status: JobStatus, staying: set[bytes], after_s: float = 0.0, runs_here: bool = False) -> None:
@@ -87,12 +89,24 @@ def test_kept_names_the_manifest_its_holders_and_the_wanted_copies() -> None:
     alone = msgspec.structs.replace(RUNS, commit=msgspec.structs.replace(COMMIT, holders=()))
     assert kept(alone) is None, "no other node was to hold the checkpoint"
     assert kept(AT_RISK) == Kept(CHECKPOINT, (D,), 2)
+    starts = msgspec.structs.replace(RUNS, state="starting", runner=E)
+    assert kept(starts) == Kept(CHECKPOINT, (D, B, C), 2), "it may not have fetched it yet"
+    assert OVER.outcome is not None
+    for changes in ({"manifest": None}, {"holders": ()}):
+        nothing = msgspec.structs.replace(OVER.outcome, **changes)
+        assert kept(msgspec.structs.replace(OVER, outcome=nothing)) is None
+    assert kept(msgspec.structs.replace(OVER, attempts=())) == Kept(RESULT, (B, C), 2)
 
 
 async def test_checkpoint_at_risk_is_copied_at_once_and_first(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(D, monkeypatch)
     await bench.look(AT_RISK, {A, B, C, D, E, F}, runs_here=True)
     assert bench.copied == [(CHECKPOINT, (B, C, E, F), 2)] and bench.told == [(CHECKPOINT, (E, F))]
+    assert bench.words == ["too few nodes held what it saved; copied to 2 others"]
+    one = msgspec.structs.replace(AT_RISK, commit=msgspec.structs.replace(COMMIT, holders=(B,), wanted=2))
+    assert [due.lacking for due in RepairPlan(D, LOST_S).look([one], {B, D}, {JOB}, 0.0)] == [1], (
+        "one of two is too few"
+    )
     plan, job = RepairPlan(D, LOST_S), b"k" * 16
     lost = msgspec.structs.replace(RUNS, job=job, commit=msgspec.structs.replace(COMMIT, manifest=b"l" * 32))
     plan.look([lost], {D}, {job}, 0.0)
@@ -125,6 +139,7 @@ async def test_runner_replaces_a_lost_holder_and_reports_the_new_one(monkeypatch
     assert not bench.copied, "the holder returned in the meantime"
     await bench.look(RUNS, everybody - {C}, LOST_S, runs_here=True)
     assert bench.copied == [(CHECKPOINT, (C, E, F), 1)] and bench.told == [(CHECKPOINT, (B, E))]
+    assert bench.words == ["1 of the nodes that held what it saved are away; copied to 1 others"]
     await bench.look(RUNS, everybody - {C}, LOST_S * 9, runs_here=True)
     assert len(bench.copied) == 1, "the node remembers the copy before a record names it"
     named = msgspec.structs.replace(RUNS, commit=msgspec.structs.replace(COMMIT, holders=(B, E)))
@@ -134,12 +149,12 @@ async def test_runner_replaces_a_lost_holder_and_reports_the_new_one(monkeypatch
     assert len(bench.copied) == 2 and bench.told[-1] == (CHECKPOINT, (B, F))
 
 
-@pytest.mark.parametrize("status", [WAITS, OVER])
+@pytest.mark.parametrize("status", [WAITS, OVER, msgspec.structs.replace(OVER, runner=D)])
 async def test_first_remaining_holder_repairs_a_job_without_a_runner(
     status: JobStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staying = {A, C, E, F}
-    manifest = RESULT if status is OVER else CHECKPOINT
+    manifest = CHECKPOINT if status is WAITS else RESULT
     for me, acts in ((C, True), (A, False), (E, False)):
         bench = Bench(me, monkeypatch)
         await bench.look(status, staying)
@@ -224,3 +239,45 @@ async def test_node_brings_back_nothing_that_it_need_not_have(monkeypatch: pytes
         bench = Bench(me, monkeypatch)
         await bench.look(status, {A, B, C, D, E, F})
         assert not bench.fetched, "results that were removed for lack of space stay away"
+
+
+async def test_look_costs_nothing_while_the_last_one_is_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, asked = Bench(C, monkeypatch), list[float]()
+    look = bench.repair._plan.look
+    monkeypatch.setattr(bench.repair._plan, "look", lambda *asks: (asked.append(bench.now), look(*asks))[1])
+    for second in (0.0, module.LOOK_EVERY_S - 0.1, 0.1, module.LOOK_EVERY_S):
+        bench.now += second
+        bench.repair.look([OVER], {C}, set())
+    assert [at - 1000.0 for at in asked] == [0.0, module.LOOK_EVERY_S, 2 * module.LOOK_EVERY_S]
+
+
+async def test_nothing_is_copied_that_is_not_here_or_that_no_node_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(D, monkeypatch)
+    bench.has = False
+    await bench.look(AT_RISK, {D, E, F}, runs_here=True)
+    bench.has, bench.policy = True, ReplicaPolicy(0, 0, (D,))
+    await bench.look(AT_RISK, {D}, RETRY_S, runs_here=True)
+    assert not bench.copied and not bench.told
+    bench.policy = ReplicaPolicy(0, 0, (D, E))
+    await bench.look(AT_RISK, {D, E}, RETRY_S, runs_here=True)
+    assert bench.copied == [(CHECKPOINT, (E,), 2)]
+
+
+async def test_close_ends_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, waits = Bench(C, monkeypatch), asyncio.Event()
+    await bench.repair.close()
+
+    async def fetch(manifest: bytes, holders: list[bytes]) -> None:
+        bench.fetched.append((manifest, tuple(holders)))
+        await waits.wait()
+
+    bench.fetch = fetch  # type: ignore[method-assign]
+    other = msgspec.structs.replace(RUNS, job=b"o" * 16, commit=msgspec.structs.replace(COMMIT, manifest=b"o" * 32))
+    for _ in range(2):
+        bench.repair._look_at = 0.0
+        bench.repair.look([RUNS, other], {A, B, C, D, E, F}, set())
+        await asyncio.sleep(0)
+    task = bench.repair._task
+    assert task is not None and len(bench.fetched) == 1, "one at a time"
+    await bench.repair.close()
+    assert task.cancelled()

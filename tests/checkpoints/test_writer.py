@@ -13,10 +13,11 @@ from ckptstore.store import Store
 from mesh.checkpoints import writer as module
 from mesh.checkpoints.loss_estimate import LossEstimate
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import Replicated
+from mesh.checkpoints.replicator import Replicated, Sent, Substitute
 from mesh.checkpoints.save_schedule import SaveSchedule
 from mesh.checkpoints.writer import RESULT_REPLICAS, CheckpointWriter
 from mesh.consensus.effects import SaveCheckpoint, SaveResult
+from mesh.consensus.status import Saving
 from mesh.model.spec import Checkpointing
 from mesh.util.boottime import boot_s
 from tests.ckptstore.worlds import fake_seal, open_store, write_tree
@@ -31,12 +32,15 @@ class Desk:
     def __init__(self, root: Path) -> None:
         self.root, self.asked = root, []  # type: tuple[Path, list[tuple[Any, ...]]]
         self.takes: set[bytes] = {B, C}
+        self.short, self.substitutes = "", ()  # type: tuple[str, tuple[Substitute, ...]]
+        self.shown: list[Saving | None] = []  # while other nodes take copies
+        self.noted: list[tuple[Any, ...]] = []
         self.policy = ReplicaPolicy(0, 0, (B,))
         self.bandwidth = Bandwidth()
         self.store: Store = open_store(root / "store")
         self.loss = LossEstimate(100, lambda text: None)
         spec = make_spec(checkpointing=Checkpointing(to=(A,), replicas=2))
-        schedule = SaveSchedule(spec, root, self.loss)
+        self.schedule = SaveSchedule(spec, root, self.loss)
         replicator: Any = self
         self.writer = CheckpointWriter(
             b"j" * 16,
@@ -46,8 +50,8 @@ class Desk:
             fake_seal,
             lambda: self.policy,
             self.loss,
-            schedule,
-            lambda *said: None,
+            self.schedule,
+            lambda *said: self.noted.append(said),
         )
         write_tree(root / "in", {"state": b"secret state" * 1000})
 
@@ -62,8 +66,10 @@ class Desk:
         tell: Any = None,
     ) -> Replicated:
         self.asked.append((chosen, fallback, want))
+        tell(Sent(10, 100, 2))
+        self.shown.append(self.writer.saving)
         holders = tuple(node for node in (*chosen, *fallback) if node in self.takes)[:want]
-        return Replicated(holders, "" if holders else "they are full", ())
+        return Replicated(holders, self.short if holders else "they are full", self.substitutes)
 
     async def save(self, since_s: float = 5.0) -> tuple[bytes, ...]:
         return (await self.writer.checkpoint({"ckpt": self.root / "in"}, ORDER, since_s, 30)).holders
@@ -124,3 +130,84 @@ async def test_state_is_encrypted_in_the_store(desk: Desk) -> None:
     with pytest.raises(StoreError):
         desk.store.restore(info.id, desk.root / "out", prefix="ckpt")
     desk.store.restore(info.id, desk.root / "out", prefix="ckpt", cipher=desk.writer.cipher)
+
+
+async def test_save_that_takes_long_is_shown_until_it_ends(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    await desk.save()
+    assert desk.shown == [None], "it was fast"
+    monkeypatch.setattr(module, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(module, "RETRY_FOR_S", 0.0)
+    await desk.save()
+    await desk.writer.result({"log": desk.root / "in"}, SaveResult(2, None))
+    assert [(one.kind, one.seq, one.sent, one.size, one.nodes) for one in desk.shown[1:] if one is not None] == [
+        ("checkpoint", 1, 10, 100, 2),
+        ("result", 2, 10, 100, 2),
+    ]
+    desk.takes = set()
+    with pytest.raises(StoreError):
+        await desk.save()
+    assert desk.writer.saving is None
+    desk.writer._sends(Sent(10, 100, 2))
+    assert desk.writer.saving is None, "the report of a transfer that ended late"
+
+
+async def test_planner_learns_what_a_save_took(desk: Desk) -> None:
+    desk.policy, desk.takes = ReplicaPolicy(0, 0, (B, C)), {B, C}
+    desk.writer._compression.saved = 0.9  # it pays
+    await desk.save()
+    assert desk.writer.last_save is not None and desk.writer.state_bytes == len(b"secret state" * 1000)
+    stored, seconds = desk.writer.last_save
+    assert 0 < stored < desk.writer.state_bytes and 0 < seconds < 60
+    assert desk.schedule.bytes.value == 2 * stored, "two nodes took it"
+    write_tree(desk.root / "in", {"state": b"other state" * 1000})
+    desk.takes = set()
+    desk.policy = ReplicaPolicy(0, 0, ())
+    await desk.save()
+    assert desk.writer.last_save[0] > 0, "a save that no other node is to take is one, too"
+
+
+@pytest.mark.parametrize("pays", [False, True])
+async def test_save_is_compressed_if_that_pays_towards_the_last_holders(desk: Desk, pays: bool) -> None:
+    asked, learnt = list[Any](), list[tuple[int, int]]()
+
+    class Policy:
+        def should_compress(self, link_bps: float | None, idle_cores: float) -> bool:
+            asked.append(link_bps)
+            return pays
+
+        def learn(self, raw_bytes: int, stored_bytes: int, seconds: float, cores: float) -> None:
+            learnt.append((raw_bytes, stored_bytes))
+
+    desk.writer._compression = Policy()  # type: ignore[assignment]
+    desk.bandwidth.mean_bps = lambda peers: float(len(peers)) or None  # type: ignore[assignment, method-assign, return-value]
+    await desk.save()
+    size = len(b"secret state" * 1000)
+    assert desk.writer.last_save is not None
+    if pays:
+        assert desk.writer.last_save[0] < size / 10 and learnt == [(size, desk.writer.last_save[0])]
+    else:
+        assert desk.writer.last_save[0] >= size and not learnt
+    await desk.save()
+    assert asked == [None, 1.0]
+
+
+async def test_user_is_told_once_that_another_node_stands_in(desk: Desk) -> None:
+    desk.policy = ReplicaPolicy(0, 0, (B,), nicks={A: "ann", B: "bob"})
+    desk.substitutes, desk.short = (Substitute(B, A, "it is away"),), "one holder is missing"
+    text = "bob holds checkpoints in place of ann: it is away"
+    for _ in range(2):
+        await desk.save()
+        assert desk.writer.note == f"{text}; one holder is missing"
+    assert desk.noted == [(text, "stand-in")]
+    desk.substitutes, desk.short = (), ""
+    for _ in range(2):
+        await desk.save()
+        assert desk.writer.note == ""
+    assert desk.noted[1:] == [("the nodes chosen for checkpoints hold them again", "stand-in")]
+
+
+async def test_manifest_says_how_to_resume(desk: Desk) -> None:
+    for resume in (None, "--from step-30"):
+        stored = await desk.writer.checkpoint({"ckpt": desk.root / "in"}, ORDER, 5.0, 30, resume)
+        note = desk.store.manifest(stored.manifest).open(None).note
+        assert note == ({"resume": resume} if resume else {})
