@@ -217,6 +217,32 @@ async def test_requested_job_stays_in_memory_for_a_while(node: Node) -> None:
     assert gone in node.participant.witnesses
 
 
+async def test_requested_job_leaves_again_later(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in range(3):
+        await node.has(number(count), LONG_AGO + count)
+    await node.archive.archive_old((), NOW)
+    clock = 1000.0
+    monkeypatch.setattr(past_module.time, "monotonic", lambda: clock)
+    await node.archive.take_out([number(0)])
+    for passed, count in ((past_module.TAKEN_OUT_S - 1, 0), (1.0, 1)):
+        clock += passed
+        await node.archive.archive_old({number(1), number(2)}, NOW)
+        assert node.archive.count == count
+    assert node.participant.archived == {number(0)} and not node.archive._taken_out
+
+
+async def test_status_is_current_until_the_end_of_the_job_has_been_told(node: Node) -> None:
+    running, fresh, told, untold, doubtful = (number(count) for count in range(5))
+    await node.has(running, None)
+    await node.has(fresh, NOW - ENDED_TOLD_S)
+    for job in (told, untold, doubtful):
+        await node.has(job, NOW - ENDED_TOLD_S - 1)
+    node.job_table.update(OWN, untold, None)
+    witness = node.participant.witnesses[doubtful]
+    witness.witness_record = msgspec.structs.replace(witness.witness_record, final=False)
+    assert set(node.archive.current(NOW)) == {running, fresh, untold, doubtful}
+
+
 async def test_archived_job_is_refused_with_its_outcome_and_never_restarted(node: Node) -> None:
     for count in range(3):
         await node.has(number(count), LONG_AGO + count)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptstore.bandwidth import Bandwidth
@@ -48,6 +49,7 @@ class World:
 
     def __init__(self, *jobs: bytes) -> None:
         self.runners = {job: runner(job) for job in jobs}
+        self.attempts = dict.fromkeys(jobs, ATTEMPT)
         self.notes: list[tuple[Any, ...]] = []
         view = make_view(A, (A, B, C), adverts=[make_advert(node, slots=1, slots_free=1) for node in (B, C)])
         participant: Any = SimpleNamespace(runners=self.runners)
@@ -60,7 +62,7 @@ class World:
 
         self.planner = DeparturePlanner(
             participant,
-            dict.fromkeys(jobs, ATTEMPT),
+            self.attempts,
             Bandwidth(),
             sync,
             mesh_view,
@@ -93,6 +95,59 @@ def test_jobs_that_leave_one_after_another_do_not_share_a_slot() -> None:
     world.planner.settle([first], 30.0)
     world.planner.settle([second], 30.0)
     assert {world.place(first), world.place(second)} == {B, C}
+
+
+def test_slot_of_a_job_that_is_planned_again_is_free_for_it() -> None:
+    first, second = b"1" * 16, b"2" * 16
+    world = World(first, second)
+    world.planner.settle([first, second], 30.0)
+    chosen = {job: world.place(job) for job in (first, second)}
+    _, again = world.planner.plan([first], 30.0)
+    assert [found.place for found in again.destinations] == [chosen[first]]
+    nowhere = msgspec.structs.replace(world.planner._chosen[first][1], place=None)
+    world.planner._chosen[first] = (world.planner._chosen[first][0], nowhere)
+    _, other = world.planner.plan([second], 30.0)
+    assert [found.place for found in other.destinations] == [B], "a job without a place takes none"
+
+
+def test_notice_names_the_place() -> None:
+    world = World(JOB)
+    notices = world.planner.notices([JOB], 30.0, "the owner")
+    assert notices == {JOB: VacateWanted(30.0, "the owner", world.place(JOB))} and world.place(JOB) is not None
+
+
+def test_job_with_the_longest_transfer_to_its_standby_comes_first() -> None:
+    small, large, unknown, alone, unstarted = (bytes([number]) * 16 for number in range(5))
+    world = World(small, large, unknown, alone)
+    for job, size in ((small, 1 << 20), (large, 1 << 30), (alone, 1 << 31)):
+        world.attempts[job] = SimpleNamespace(writer=SimpleNamespace(state_bytes=size))
+    world.runners[alone].next_placement.standby = None
+    world.runners[unstarted] = runner(unstarted)
+    assert world.planner.slowest_first(world.runners) == [large, small, unknown, alone, unstarted]
+
+
+def test_checkpoints_go_to_the_destination_first_and_then_to_the_preferred_node() -> None:
+    world = World(JOB)
+    assert world.planner.order(JOB, [A, B, C], None) == [A, B, C]
+    assert world.planner.order(JOB, [A, B, C], C) == [C, A, B]
+    world.planner.settle([JOB], 30.0)
+    found = world.planner.of(JOB)
+    assert found is not None
+    world.planner._chosen[JOB] = (3, msgspec.structs.replace(found, to=B))
+    assert world.planner.order(JOB, [A, B, C], C) == [B, C, A]
+    assert world.planner.order(JOB, [A, C], C) == [C, A], "it may not hold checkpoints"
+
+
+def test_user_is_told_that_the_size_of_the_state_is_unknown() -> None:
+    world = World(JOB)
+    world.planner.settle([JOB], 30.0)
+    ((job, kind, text),) = world.notes
+    assert (job, kind) == (JOB, "state") and "has saved nothing yet" in text
+    world.attempts[JOB] = saved = SimpleNamespace(**vars(ATTEMPT))
+    saved.writer = SimpleNamespace(last_save=None, state_bytes=1 << 20)
+    world.runners[JOB].term += 1
+    world.planner.settle([JOB], 30.0)
+    assert "has saved nothing yet" not in world.notes[1][2]
 
 
 def test_gang_has_no_destination() -> None:

@@ -177,3 +177,57 @@ async def test_jobs_of_one_node_are_copied_in_turn(copies: Copies) -> None:
     copies.gate.set()
     await settle()
     assert len(copies.begun) == 2
+
+
+async def test_checkpoint_is_held_where_it_was_copied(copies: Copies) -> None:
+    standby_sync = StandbySync(copies)  # type: ignore[arg-type]
+    assert standby_sync.holders(JOB, None) == frozenset()
+    assert await warm(standby_sync, B, commit(1)) and await warm(standby_sync, C, commit(2))
+    standby_sync.look(b"k" * 16, SPEC, A, commit(2))
+    await settle()
+    assert standby_sync.holders(JOB, commit(2)) == {C}
+
+
+async def test_failed_copy_is_tried_again_after_its_pause(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(standby_sync_module.time, "monotonic", lambda: clock)
+    standby_sync = StandbySync(copies)  # type: ignore[arg-type]
+    copies.cut = True
+    for passed, begun in ((0.0, 1), (standby_sync_module.AGAIN_S - 1, 1), (1.0, 2)):
+        clock += passed
+        await warm(standby_sync, B, commit(1))
+        assert len(copies.begun) == begun
+
+
+async def test_forgotten_job_is_brought_everything_again(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby_sync_module, "IMAGE_S", 0.0)
+    needs, image = (DataNeed("ada/pictures", b"d" * 32),), b"i" * 32
+    spec = make_spec(workdir=WORKDIR, workdir_holders=(A,), image="tool", image_id=image, data=needs)
+    standby_sync, other = StandbySync(copies), b"k" * 16  # type: ignore[arg-type]
+    for job in (JOB, other):
+        for _ in range(2):
+            standby_sync.look(job, spec, B, commit(1))
+            await settle()
+        assert standby_sync.is_warm(job, spec, B, commit(1))
+    standby_sync.forget(JOB)
+    assert standby_sync.is_warm(other, spec, B, commit(1)) and standby_sync.holders(JOB, commit(1)) == frozenset()
+    copies.begun.clear()
+    copies.images.clear()
+    standby_sync.look(JOB, spec, B, commit(1))
+    await settle()
+    assert copies.begun == [(B, WORKDIR), (B, commit(1).manifest)] and set(copies.images) == {
+        (B, image),
+        (B, b"d" * 32),
+    }
+
+
+async def test_standby_is_asked_now_and_then_whether_it_has_image_and_data(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(standby_sync_module.time, "monotonic", lambda: clock)
+    for spec in (make_spec(image="tool", image_id=b"i" * 32), make_spec(data=(DataNeed("ada/pictures", b"d" * 32),))):
+        standby_sync = StandbySync(copies)  # type: ignore[arg-type]
+        for passed, ready in ((0.0, False), (standby_sync_module.IMAGE_S - 1, False), (1.0, True)):
+            clock += passed
+            assert await warm(standby_sync, B, commit(1), spec) is ready
