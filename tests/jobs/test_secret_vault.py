@@ -55,3 +55,15 @@ def test_vault_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             vault.set(name, value)
     vault.set("A", b"a")
     assert {path.name for path in tmp_path.iterdir()} == {"A", "B"}
+
+
+@pytest.mark.parametrize("name", ["../KEY", "", ".", "a.new", "a/b", "1KEY", "KEY\n", "x" * 65])
+def test_name_is_not_a_path(tmp_path: Path, name: str) -> None:
+    vault = SecretVault(tmp_path / "secrets", ME)
+    vault.set("KEPT", b"value")
+    (tmp_path / "KEY").write_text("another file")
+    (tmp_path / "secrets" / "KEPT.new").write_text("left by a write that was cut off")
+    for act in (lambda: vault.set(name, b"value"), lambda: vault.remove(name)):
+        with pytest.raises(SecretError, match="a secret is named with"):
+            act()
+    assert (tmp_path / "KEY").read_text() == "another file" and [kept.name for kept in vault.all()] == ["KEPT"]

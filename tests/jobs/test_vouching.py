@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Accept, Introduce, MakeRoom
 from mesh.consensus.participant import Participant
 from mesh.jobs.job_table import JobTable
-from mesh.jobs.vouching import REMEMBERED, Refused, Vouching
+from mesh.jobs.vouching import MOST_WAITING, REMEMBERED, Refused, Vouching
 from mesh.model.record import Attempt, Config, JobRecord
 from mesh.model.spec import JobSpec, SpecError
 from mesh.rpc.client import PeerError
@@ -295,3 +296,56 @@ async def test_what_vouching_remembers_is_bounded() -> None:
         node.vouching._writers[(JOB, term, A)] = None
     assert await node.judge()
     assert len(node.vouching._writers) == REMEMBERED
+
+
+async def test_judged_writers_are_kept_by_their_last_use() -> None:
+    node = Node()
+    assert await node.judge()
+    for term in range(REMEMBERED - 1):
+        node.vouching._writers.keep((JOB, term, A), None)
+    assert await node.judge(seq=2)
+    node.vouching._writers.keep((JOB, REMEMBERED, A), None)
+    node.peers.calls.clear()
+    assert await node.judge(seq=3) and not node.peers.calls
+
+
+async def test_working_directory_of_a_user_needs_no_witness() -> None:
+    node = Node()
+    manifest: dict[str, Any] = {"kind": "workdir", "job": bytes(16), "term": 0, "seq": 0}
+    member: Any = SimpleNamespace(user="ada", roles=("user",))
+    node.vouching._trust.credentials = lambda signer, now: member  # type: ignore[method-assign]
+    assert await node.judge(**manifest) and not node.peers.calls
+    with pytest.raises(Refused, match="signed by a node of its user"):
+        await node.judge(**manifest, user="mallory")
+
+
+async def test_starts_that_wait_for_answers_are_bounded() -> None:
+    node, gate = Node(), asyncio.Event()
+    call = node.peers.call
+
+    async def slow(*args: Any, **named: Any) -> bytes:
+        await gate.wait()
+        answer: bytes = await call(*args, **named)
+        return answer
+
+    node.peers.call = slow
+    later = msgspec.structs.replace(make_start(term=4), config=Config(1, 4, voters(A, B, C)))
+    asking = [asyncio.create_task(node.vouching.allows(A, later)) for _ in range(MOST_WAITING)]
+    assert node.vouching.has_room
+    await asyncio.sleep(0)
+    assert not node.vouching.has_room
+    gate.set()
+    await asyncio.gather(*asking)
+    assert node.vouching.has_room and node.vouching._waiting == 0
+
+
+async def test_start_in_the_first_group_costs_no_question() -> None:
+    node = Node()
+    assert await node.vouching.allows(A, make_start(term=4)) and not node.peers.calls
+
+
+async def test_description_is_asked_for_once_and_of_witnesses_if_the_sender_lacks_it() -> None:
+    node = Node()
+    assert await node.vouching.read_by_runner(JOB, D) == SPEC
+    node.peers.specs.clear()
+    assert await node.vouching.describe(JOB) == SPEC

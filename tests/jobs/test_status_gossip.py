@@ -1,0 +1,127 @@
+"""What nodes publish of jobs reaches the job table, and leaves it with its section; orders to recover jobs are told."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from membership.records import MAX_BODY_BYTES
+from mesh.consensus.status import JobStatus, encode_status
+from mesh.jobs.job_table import OWN, JobTable
+from mesh.jobs.status_gossip import RECOVERED, StatusGossip, speaks_for
+from mesh.model.record import Config
+from mesh.model.spec import format_job
+from tests.consensus.worlds import JOB, A, B, C, voters
+
+OTHER = b"o" * 16
+
+
+def view(job: bytes = JOB, **changes: Any) -> JobStatus:
+    status = JobStatus(
+        job=job,
+        name="",
+        user="ada",
+        submitter=B,
+        command="",
+        created_unix_ms=0,
+        state="pending",
+        detail="",
+        rank=(0, 1, 0, 0),
+        config=Config(0, 0, voters(A, B, C)),
+        gpus=0,
+    )
+    return msgspec.structs.replace(status, **changes)
+
+
+class World:
+    """The gossip of node A, with the sections that nodes publish."""
+
+    def __init__(self) -> None:
+        self.sections: dict[tuple[bytes, str], bytes] = {}
+        self.published: list[tuple[str, bytes]] = []
+        self.changes = 0
+        self.table = JobTable()
+        self.gossip = StatusGossip(A, self, self.table, self.changed)  # type: ignore[arg-type]
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def record(self, node: bytes, section: str) -> Any:
+        body = self.sections.get((node, section))
+        return None if body is None else SimpleNamespace(node=node, section=section, body=body)
+
+    def records(self, prefix: str) -> list[Any]:
+        return [self.record(*key) for key in self.sections if key[1].startswith(prefix)]
+
+    def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> None:
+        self.published.append((section, body))
+        self.sections[A, section] = body
+
+    def tells(self, node: bytes, section: str, status: JobStatus | bytes | None) -> None:
+        """A node publishes a section, or its section ends."""
+        if status is None:
+            del self.sections[node, section]
+        else:
+            self.sections[node, section] = status if isinstance(status, bytes) else encode_status(status)
+        self.gossip.on_section(node, section)
+
+    def views(self, job: bytes = JOB) -> int:
+        return len(self.table.views().get(job, []))
+
+
+def test_section_is_on_the_job_table_while_it_lasts() -> None:
+    world, section = World(), f"jobs/{format_job(JOB)}"
+    world.tells(B, section, view())
+    assert world.table.get(JOB) == view() and world.changes == 0
+    world.tells(C, section, view())
+    assert world.views() == 2
+    world.tells(C, section, None)
+    assert world.views() == 1
+    world.tells(B, section, view(OTHER))
+    assert world.table.get(JOB) is None and world.table.get(OTHER) == view(OTHER), "it tells of another job now"
+    world.tells(B, section, b"\xc1")
+    assert not world.table.all() and not world.gossip._sections
+
+
+def test_own_section_is_not_taken_for_the_word_of_another_node() -> None:
+    world, section = World(), f"jobs/{format_job(JOB)}"
+    world.table.update(OWN, JOB, view(state="running"))
+    world.tells(A, section, view())
+    assert world.views() == 1 and world.table.own(JOB) == view(state="running")
+
+
+def test_reload_leaves_what_sections_tell() -> None:
+    world = World()
+    world.tells(B, "jobs/1", view())
+    world.tells(C, "jobs/1", view(OTHER))
+    world.table.update(OWN, OTHER, view(OTHER))
+    del world.sections[B, "jobs/1"]
+    world.sections[B, "jobs/2"] = encode_status(view(OTHER, state="starting"))
+    world.sections[B, "jobs/3"] = b"\xc1"
+    world.gossip.reload()
+    assert world.table.get(JOB) is None and world.views(OTHER) == 3
+
+
+def test_order_to_recover_a_job_is_published_once_and_read_from_each_node() -> None:
+    world = World()
+    world.gossip.publish_recovery(JOB, b"the order")
+    world.gossip.publish_recovery(JOB, b"the order")
+    section = RECOVERED + format_job(JOB)
+    assert world.published == [(section, b"the order")]
+    world.gossip.publish_recovery(JOB, b"a later one")
+    world.gossip.publish_recovery(OTHER, bytes(MAX_BODY_BYTES + 1))
+    assert world.published[1:] == [(section, b"a later one")]
+    world.sections |= {(B, section): b"another", (C, section): b"a later one", (C, RECOVERED + "no job"): b"nonsense"}
+    assert world.gossip.recoveries() == {JOB: [b"a later one", b"another"]}
+
+
+def test_runner_that_is_alive_speaks_for_its_job() -> None:
+    alive = frozenset({A, B, C})
+
+    def speaks(status: JobStatus, me: bytes = A, runs: bool = False, alive: frozenset[bytes] = alive) -> bool:
+        return speaks_for(status, me, runs, False, alive, False, 0.0)
+
+    running = view(state="running", runner=B)
+    assert not speaks(running) and speaks(running, B, runs=True)
+    assert speaks(running, alive=frozenset({A, C})) and not speaks(running, C, alive=frozenset({A, C}))
+    assert speaks(view(), C, alive=frozenset({C})) and not speaks(view(), C)
