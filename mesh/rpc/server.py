@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from io import BytesIO
 from typing import NamedTuple, cast
 
 from aiohttp import web
@@ -261,7 +262,8 @@ def bounded(bounds: Mapping[tuple[str, str], Bound | None], memory: Memory) -> M
                 # The server keeps an error, and with it all frames and their bodies, until the connection's next request.
                 response = web.Response(status=error.status, text=error.text)
             request[BODY] = b""
-            if isinstance(response, web.Response) and bound.answer:
+            if isinstance(response, web.Response) and isinstance(response.body, bytes) and bound.answer:
+                response.body = BytesIO(response.body)  # sent in pieces: TLS takes a whole body at once, and keeps it
                 async with asyncio.timeout(ANSWER_S):
                     await response.prepare(request)
                     await response.write_eof()

@@ -8,22 +8,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptstore.cipher import StateCipher
+from ckptstore.cipher import REALM_BYTES, StateCipher
 from membership.identity import Identity
 from mesh.checkpoints.keys import SECRETS_KEY, KeyRules, NoKey
 from mesh.checkpoints.secrets import PADDED, open_secrets, seal_secrets
 from mesh.jobs.authority import may_give_secrets_share, may_read_secrets, runs
 from mesh.model.record import Config
 from mesh.model.secrets import (
+    MOST_BOX_BYTES,
     MOST_BYTES,
     MOST_READERS,
+    MOST_SEALED,
     MOST_SECRETS,
     SealedSecrets,
     SecretError,
+    check_lock,
     check_uses,
     parse_use,
 )
-from mesh.model.spec import Checkpointing, JobSpec, SpecError, decode_spec, encode_spec, placement_request
+from mesh.model.spec import Checkpointing, JobSpec, SpecError, check_spec, decode_spec, encode_spec, placement_request
 from placement.filters import refusals
 from tests.checkpoints.test_keys import USERS, Campus, Runs
 from tests.consensus.worlds import JOB, make_advert, make_spec, voters
@@ -121,6 +124,8 @@ def test_use_is_a_variable_or_a_file(text: str, use: tuple[str, str]) -> None:
         *(
             "",
             "1KEY",
+            "1KEY=OTHER",
+            "../KEY=OTHER",
             "K" * 65,
             "K\n",
             "KEY=",
@@ -255,3 +260,44 @@ async def test_later_witnesses_get_shares_from_the_runner_only(campus: SecretCam
         campus.witness(name, "DEF", holder="E", number=1)
     assert await campus.key("E") == campus.cipher.key, "shares are on disk"
     assert await campus.rings["F"]._journal.shares() == {}, "apart from those of the other key"
+
+
+NODE, SEALED = bytes(32), bytes(MOST_SEALED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"box": bytes(MOST_BOX_BYTES + 1)}, "have at most 32 KiB together"),
+        ({"uses": (("1KEY", "KEY"),)}, "a secret is named"),
+        ({"readers": tuple((number.to_bytes(32), b"") for number in range(MOST_READERS + 1))}, "different nodes"),
+        ({"readers": ((NODE, b""), (NODE, b""))}, "different nodes"),
+        ({"readers": ((NODE[1:], b""),)}, "not a node with a sealed key"),
+        ({"readers": ((NODE, SEALED + b"x"),)}, "not a node with a sealed key"),
+    ],
+)
+def test_sealed_secrets_of_others_are_bounded(changes: dict[str, Any], words: str) -> None:
+    spec = sealed_spec()
+    with pytest.raises(SpecError, match=words):
+        check_spec(msgspec.structs.replace(spec, secrets=msgspec.structs.replace(secrets_of(spec), **changes)))
+    most = {"box": bytes(MOST_BOX_BYTES), "readers": ((NODE, SEALED),)}
+    check_spec(msgspec.structs.replace(spec, secrets=msgspec.structs.replace(secrets_of(spec), **most)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"realm": b""}, "a share for each witness"),
+        ({"shares": (SEALED,) * 2}, "a share for each witness"),
+        ({"shares": (SEALED, SEALED, SEALED + b"x")}, "a share of a job's key is too long"),
+        ({"proof": SEALED + b"x"}, "a share of a job's key is too long"),
+    ],
+)
+@pytest.mark.parametrize("of", ["secrets", "state"])
+def test_lock_has_a_bounded_share_for_each_witness(changes: dict[str, Any], words: str, of: str) -> None:
+    spec = sealed_spec()
+    lock = msgspec.structs.replace(secrets_of(spec).lock, **changes)
+    bad = {"lock": lock} if of == "state" else {"secrets": msgspec.structs.replace(secrets_of(spec), lock=lock)}
+    with pytest.raises(SpecError, match=words):
+        check_spec(msgspec.structs.replace(spec, **bad))
+    check_lock(msgspec.structs.replace(lock, realm=NODE[:REALM_BYTES], shares=(SEALED,) * 3, proof=SEALED), 3)

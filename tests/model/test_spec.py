@@ -5,8 +5,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.model.spec import Checkpointing, SpecError, check_spec, decode_spec, encode_spec, format_job, job_id
+from mesh.model.environment import UvProject
+from mesh.model.spec import (
+    MAX_AFTER,
+    MAX_ARRAY,
+    MAX_NODES,
+    MAX_TEXT_BYTES,
+    ArrayPlace,
+    Checkpointing,
+    DataNeed,
+    HomePolicy,
+    SpecError,
+    check_spec,
+    decode_spec,
+    encode_spec,
+    format_job,
+    job_id,
+)
+from placement.queue import MAX_PRIORITY
 from tests.consensus.worlds import A, B, make_spec, voters
+
+ARRAY = b"a" * 16
 
 
 def test_spec_round_trips_and_its_id_is_its_content() -> None:
@@ -15,6 +34,28 @@ def test_spec_round_trips_and_its_id_is_its_content() -> None:
     assert job_id(encode_spec(spec)) != job_id(encode_spec(make_spec(env={"SEED": "8"}, gpus=2)))
     text = format_job(job_id(encode_spec(spec)))
     assert len(text) == 26 and text == text.lower() and "=" not in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"least_nodes": MAX_NODES, "most_nodes": MAX_NODES},
+        {"most_nodes": 2, "engine": "process"},
+        {"after": (bytes(16),) * MAX_AFTER},
+        {"priority": MAX_PRIORITY},
+        {"retry_codes": tuple(range(1, 256))},
+        {"created_unix_ms": 5, "deadline_unix_ms": 6},
+        {"array": ArrayPlace(ARRAY, 2**31 - 1, MAX_ARRAY - 1, MAX_ARRAY, limit=MAX_ARRAY)},
+        {"array": ArrayPlace(ARRAY, 0, 0, 1, batch=2), "checkpointing": None},
+        {"image": "x", "image_id": bytes(32)},
+        {"home": HomePolicy("first"), "checkpointing": Checkpointing()},
+        {"gpus": 1, "gpu_share": 30, "vram_mib": 6144, "vram_limit_mib": 6144},
+        {"data": (DataNeed("a", path="/data/a.b/c"),), "image": "x"},
+    ],
+)
+def test_spec_may_reach_its_bounds(changes: dict[str, object]) -> None:
+    spec = make_spec(**changes)
+    assert decode_spec(encode_spec(spec)) == spec
 
 
 @given(st.binary(max_size=400))
@@ -96,11 +137,58 @@ def test_damaged_spec_raises_or_decodes_to_a_valid_spec(data: st.DataObject) -> 
         ({"checkpointing": Checkpointing(keep=0)}, "keep"),
         ({"checkpointing": Checkpointing(stable_s=0.0)}, "stable"),
         ({"checkpointing": Checkpointing(to=(b"x",))}, "destination"),
+        ({"checkpointing": Checkpointing(directory="a//b")}, "checkpoint directory"),
+        ({"checkpointing": Checkpointing(every=0.5)}, "every second to every 7 days"),
+        ({"argv": ("x" * MAX_TEXT_BYTES,)}, "hold"),
+        ({"name": "a\0b"}, "NUL"),
+        ({"user_key": b"short"}, "the user's key"),
+        ({"least_nodes": 0}, "1 to 64 nodes"),
+        ({"least_nodes": 3, "most_nodes": 2}, "1 to 64 nodes"),
+        ({"most_nodes": MAX_NODES + 1}, "1 to 64 nodes"),
+        ({"most_nodes": 2, "image": "x"}, "runs as plain processes"),
+        ({"most_nodes": 2, "engine": "docker"}, "runs as plain processes"),
+        ({"image_id": bytes(32)}, "and has a name"),
+        ({"image": "x", "image_id": bytes(31)}, "32 bytes of its hash"),
+        ({"after": (bytes(16),) * (MAX_AFTER + 1)}, "after at most 4096"),
+        ({"after": (bytes(15),)}, "after at most 4096"),
+        ({"priority": -1}, "priority must be"),
+        ({"priority": MAX_PRIORITY + 1}, "priority must be"),
+        ({"max_time_s": 0.5}, "max time"),
+        ({"max_time_s": float("nan")}, "max time"),
+        ({"retry_codes": (0,)}, "exit code to retry"),
+        ({"retry_codes": (1,) * 256}, "exit code to retry"),
+        ({"created_unix_ms": 5, "deadline_unix_ms": 5}, "deadline"),
+        ({"deadline_unix_ms": 2**53}, "deadline"),
+        ({"array": ArrayPlace(b"x", 0, 0, 1)}, "1 to 1000 jobs"),
+        ({"array": ArrayPlace(ARRAY, 0, 0, 0)}, "1 to 1000 jobs"),
+        ({"array": ArrayPlace(ARRAY, 0, 0, MAX_ARRAY + 1)}, "1 to 1000 jobs"),
+        ({"array": ArrayPlace(ARRAY, -1, 0, 1)}, "place in its array"),
+        ({"array": ArrayPlace(ARRAY, 2**31, 0, 1)}, "place in its array"),
+        ({"array": ArrayPlace(ARRAY, 0, 1, 1)}, "place in its array"),
+        ({"array": ArrayPlace(ARRAY, 0, 0, 1, limit=MAX_ARRAY + 1)}, "place in its array"),
+        ({"array": ArrayPlace(ARRAY, 0, 0, 1, batch=0)}, "1 to 100 indices"),
+        ({"array": ArrayPlace(ARRAY, 0, 0, 1, count=-1)}, "number of indices"),
+        ({"array": ArrayPlace(ARRAY, 0, 0, 1, batch=2), "checkpointing": Checkpointing()}, "leave out --ckpt"),
+        (
+            {"array": ArrayPlace(ARRAY, 0, 0, 1, batch=2), "most_nodes": 2, "checkpointing": None},
+            "leave out --ckpt and --nodes",
+        ),
+        ({"uv": UvProject("../train.py")}, "inside the working directory"),
+        ({"uv": UvProject(), "image": "x", "checkpointing": Checkpointing(mode="system")}, "saves no environment"),
+        ({"home": HomePolicy("first"), "checkpointing": None}, "start over at home"),
+        ({"home": HomePolicy("first"), "checkpointing": Checkpointing(), "most_nodes": 2}, "has no home"),
+        ({"home": HomePolicy("node")}, "found by a rule"),
+        ({"home": HomePolicy(settle_s=0.0)}, "free for 1 to 3600"),
+        ({"data": (DataNeed("a", path="/data/../etc"),), "image": "x"}, "plain path below /data"),
+        ({"data": (DataNeed("a", path="/etc/x"),), "image": "x"}, "plain path below /data"),
     ],
 )
 def test_spec_error_names_the_invalid_field(changes: dict[str, object], word: str) -> None:
+    spec = make_spec(**changes)
     with pytest.raises(SpecError, match=word):
-        encode_spec(make_spec(**changes))
+        encode_spec(spec)
+    with pytest.raises(SpecError):
+        decode_spec(msgspec.msgpack.encode(spec))
 
 
 def test_spec_with_unknown_field_is_refused() -> None:

@@ -47,6 +47,7 @@ class World:
         self.release = asyncio.Event()
         self.begun = 0
         self.callers: list[bytes] = []
+        self.memory = Memory(200 * KIB, 300 * KIB)
         app = web.Application(
             middlewares=[
                 bounded(
@@ -55,8 +56,9 @@ class World:
                         ("POST", "/hold"): Bound(64 * KIB),
                         ("POST", "/wait"): Bound(),
                         ("GET", "/big"): Bound(),
+                        ("GET", "/large"): Bound(answer=150 * KIB),
                     },
-                    Memory(200 * KIB, 300 * KIB),
+                    self.memory,
                 )
             ]
         )
@@ -67,6 +69,7 @@ class World:
                 web.post("/wait", self._wait),
                 web.post("/stream", self._stream),
                 web.get("/big", self._big),
+                web.get("/large", self._large),
                 web.get("/gzip", self._gzip),
                 web.get("/moved", self._moved),
             ]
@@ -97,6 +100,10 @@ class World:
 
     async def _big(self, request: web.Request) -> web.Response:
         return web.Response(body=bytes(100 * KIB))
+
+    async def _large(self, request: web.Request) -> web.Response:
+        self.begun += 1
+        return web.Response(body=bytes(64 << 20))  # more than the kernel takes for a client that does not read
 
     async def _gzip(self, request: web.Request) -> web.Response:
         return web.Response(body=gzip.compress(bytes(10 * KIB)), headers={"Content-Encoding": "gzip"})
@@ -312,6 +319,45 @@ async def test_bodies_wait_for_memory_of_their_member(world: World) -> None:
         world.release.set()
         await asyncio.gather(*calls)
     assert world.begun == 3
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_answer_counts_until_it_is_sent_or_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    monkeypatch.setattr(server, "ANSWER_S", 60.0 if reads else 1.0)
+    async with world.client() as peers, peers.stream(HOST.node_id, "GET", "/large", b"") as answer:
+        await until(lambda: world.begun)
+        call = asyncio.create_task(peers.call(HOST.node_id, "POST", "/echo", b"hello"))
+        await until(lambda: world.memory._requests[MEMBER.node_id] == 2)
+        assert not call.done() and not world.callers, "the answer and a body are more than one member's 200 KiB"
+        if reads:
+            while await answer.content.readany():
+                pass
+        assert await call == b"hello"
+    await until(lambda: not world.memory._requests and not world.memory._bytes)
+
+
+async def test_memory_is_used_to_the_last_byte_and_forgets_who_used_it() -> None:
+    memory, order = Memory(10, 15), list[str]()
+
+    async def hold(peer: bytes, size: int, name: str) -> None:
+        async with memory.hold(peer, size):
+            order.append(name)
+
+    async with memory.hold(b"a", 10):
+        async with memory.hold(b"b", 5):
+            waits = [
+                asyncio.create_task(hold(*one)) for one in ((b"a", 1, "of a"), (b"b", 1, "of b"), (b"c", 0, "no size"))
+            ]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert order == ["no size"]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await waits[1]
+        assert order == ["no size", "of b"]
+    await asyncio.gather(*waits)
+    assert order[2:] == ["of a"] and not memory._bytes and not memory._requests
 
 
 async def endless(piece: bytes) -> AsyncIterator[bytes]:
