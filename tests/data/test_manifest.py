@@ -68,6 +68,22 @@ def test_hostile_manifest_is_refused(changes: dict[str, object]) -> None:
         decode_manifest(msgspec.msgpack.encode(msgspec.structs.replace(GOOD, **changes)))
 
 
+def test_manifest_may_reach_its_bounds() -> None:
+    most = {"chunk_bytes": MAX_BYTES + 1024 * MAX_ENTRIES, "readers": (Reader(EVE, "x" * 64),)}
+    manifest = msgspec.structs.replace(GOOD, **most)
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    removed = msgspec.structs.replace(GOOD, root=None)
+    assert decode_manifest(encode_manifest(removed)) == removed and removed.size == removed.tree_bytes == 0
+    with pytest.raises(DataError):
+        encode_manifest(msgspec.structs.replace(GOOD, version=2))
+
+
+def test_content_is_for_its_owner_its_readers_or_everybody() -> None:
+    assert GOOD.may_read(ADA) and not GOOD.may_read(EVE)
+    assert msgspec.structs.replace(GOOD, readers=(Reader(EVE, "eve"),)).may_read(EVE)
+    assert msgspec.structs.replace(GOOD, everybody=True).may_read(EVE)
+
+
 def test_other_bytes_are_refused() -> None:
     more = msgspec.msgpack.encode({**msgspec.to_builtins(GOOD, builtin_types=(bytes,)), "executable": True})
     for data in (b"", b"\xc0", b"{}", more, bytes(MAX_SEALED + 1)):
