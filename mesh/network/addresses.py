@@ -23,7 +23,7 @@ def is_public(text: str) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if "%" in text or address.is_site_local:
             return False
-        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        inner = [address.ipv4_mapped, address.sixtofour]
         if address in NAT64:
             inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         found = [one for one in inner if one is not None]

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mesh.consensus.proposer import healthy_group
-from mesh.model.record import MAX_ATTEMPTS_KEPT, Attempt, Config, JobRecord, Voter
+from mesh.model.record import MAX_ATTEMPTS_KEPT, Attempt, Config, JobRecord, Voter, avoided
 from tests.consensus.worlds import DISK, JOB, A, B, C, D, E, make_advert, make_view, voters
 
 NODES = [bytes([number]) * 32 for number in range(1, 10)]
@@ -53,6 +53,24 @@ def test_running_time_is_by_the_clock_of_the_node_that_ran() -> None:
     lost = msgspec.structs.replace(attempt(0), running_unix_ms=20_000, seen_unix_ms=60_000)
     record = JobRecord().with_attempt(lost).written_off("lost", 25_000)  # by a leader whose clock is behind
     assert record.attempts[-1].ended_unix_ms == 25_000 and record.ran_s == 40.0
+
+
+def test_open_attempt_is_not_counted_as_over() -> None:
+    ran = msgspec.structs.replace(attempt(0, "left"), running_unix_ms=1000, ended_unix_ms=4000)
+    runs = msgspec.structs.replace(attempt(1), running_unix_ms=5000, seen_unix_ms=9000)
+    assert JobRecord(attempts=(ran, runs)).ran_s == 3.0
+    assert msgspec.structs.replace(ran, running_unix_ms=4001).ran_s == 0.0, "by a clock that was set back"
+    unseen = JobRecord().with_attempt(attempt(7)).written_off("lost", 1000).attempts[-1]
+    assert unseen.ended_unix_ms == 7 and JobRecord().written_off("lost", 1000) == JobRecord()
+
+
+def test_node_that_the_job_has_just_left_ranks_last_with_those_where_it_failed() -> None:
+    failed = msgspec.structs.replace(attempt(0, "failed"), node=B, fault=True)
+    assert avoided(()) == ()
+    assert avoided((failed, attempt(1))) == (B,), "it runs there"
+    assert avoided((failed, attempt(1, "checkpointed"))) == (B,), "it may go on where it saved"
+    assert avoided((failed, attempt(1, "its owner came back"))) == (B, A)
+    assert avoided((attempt(0, "its owner came back"), attempt(1))) == ()
 
 
 def test_node_with_a_new_disk_is_a_new_witness() -> None:

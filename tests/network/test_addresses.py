@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from membership.discovery import own_addresses
 from mesh.network import addresses
 from mesh.network.addresses import NotPublic, PublicAddresses, checked, is_public, is_this_machines
 
@@ -18,6 +19,8 @@ from mesh.network.addresses import NotPublic, PublicAddresses, checked, is_publi
         *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "fec0::1", "ff02::1", "2001:db8::1"),
         *("::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b::10.0.0.1", "2002:7f00:1::", "2002:a00:1::"),
         "2001:0:a9fe:a9fe::5601:5601",  # Teredo by a link-local server
+        "2001:0:808:808::f7f7:f7f7",  # Teredo, from 8.8.8.8 to 8.8.8.8
+        *("4000::1", "2606:4700::6810:1%eth0"),
     ],
 )
 def test_address_that_is_not_public(address: str) -> None:
@@ -32,6 +35,7 @@ def test_address_that_is_public(address: str) -> None:
 def test_this_machines_own_address_is_known() -> None:
     assert is_this_machines("127.0.0.1") and is_this_machines("127.9.9.9")
     assert not is_this_machines("8.8.8.8")
+    assert is_this_machines("::1") == ("::1" in own_addresses()), "if the kernel has IPv6"
 
 
 def test_own_public_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
