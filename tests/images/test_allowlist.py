@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from mesh.images.allowlist import (
     ANYTHING,
+    MAX_ALIAS,
     MAX_COUNTER,
     MAX_LIST_BYTES,
+    MAX_PERSONAL,
     Entry,
     Image,
     ListError,
@@ -116,6 +118,61 @@ def test_forged_list_has_only_valid_entries(signed: SignedList) -> None:
         assert entry.alias == ANYTHING or check_alias(entry.alias)
         assert (entry.image is None) == (not entry.allowed or entry.alias == ANYTHING)
         assert entry.image is None or len(entry.image.config) == 32
+
+
+JAX, MINE = Entry("jax", 1, True, Image(b"i" * 32)), Entry("@ada/jax", 1, True, Image(b"i" * 32))
+
+
+def personal(count: int) -> tuple[Entry, ...]:
+    return tuple(msgspec.structs.replace(MINE, alias=f"@ada/x{number}") for number in range(count))
+
+
+@pytest.mark.parametrize(
+    "signed",
+    [
+        SignedList(1, (Entry("jax", 1, True),)),
+        SignedList(1, (msgspec.structs.replace(JAX, allowed=False),)),
+        SignedList(1, (msgspec.structs.replace(JAX, alias=ANYTHING),)),
+        SignedList(1, (msgspec.structs.replace(JAX, alias="../x"),)),
+        SignedList(1, (msgspec.structs.replace(JAX, alias="x" * (MAX_ALIAS + 1)),)),
+        SignedList(1, (msgspec.structs.replace(JAX, image=Image(b"i" * 31)),)),
+        SignedList(1, (msgspec.structs.replace(JAX, image=Image(b"i" * 32, b"m" * 31)),)),
+        SignedList(1, (JAX, JAX)),
+        SignedList(1, personal(MAX_PERSONAL + 1)),
+        SignedList(1, (JAX, MINE), personal=True),
+    ],
+)
+def test_invalid_list_is_neither_read_nor_signed(signed: SignedList) -> None:
+    with pytest.raises(ListError):
+        decode_list(msgspec.msgpack.encode(signed))
+    with pytest.raises(ListError):
+        encode_list(signed)
+
+
+@pytest.mark.parametrize(
+    "signed",
+    [
+        SignedList(1, (Entry(ANYTHING, 1, True), Entry("jax", 2, False))),
+        SignedList(1, (msgspec.structs.replace(JAX, alias="x" * MAX_ALIAS, image=Image(b"i" * 32, b"m" * 32)),)),
+        SignedList(1, personal(MAX_PERSONAL), personal=True),
+        SignedList(1, (JAX, MINE)),
+    ],
+)
+def test_valid_list_is_read_as_it_was_signed(signed: SignedList) -> None:
+    assert decode_list(encode_list(signed)) == signed
+
+
+def test_list_for_an_own_image_has_the_time_as_its_number() -> None:
+    me = SIGNERS[0]
+    first = amended(me, {}, MINE.alias, MINE.image, True, 700)
+    assert (first.number, first.entries[0].counter, first.personal) == (700, 700, True)
+    later = amended(me, {me: first}, MINE.alias, MINE.image, True, 5)
+    assert (later.number, later.entries[0].counter) == (701, 701), "also with a clock that was set back"
+    assert amended(me, {}, "jax", JAX.image, True, 700).entries[0].counter == 1
+    newest = SignedList(1, (msgspec.structs.replace(JAX, counter=MAX_COUNTER - 1),))
+    assert amended(me, {me: newest}, "jax", JAX.image, True, 1).entries[0].counter == MAX_COUNTER
+    with pytest.raises(ListError, match="revoke its signer"):
+        amended(me, {me: SignedList(MAX_COUNTER)}, "jax", JAX.image, True, 1)
 
 
 def test_list_holds_sixty_images() -> None:
