@@ -77,6 +77,10 @@ def test_empty_policy_watches_gpu_only() -> None:
         ("[keyboard]\nwatch = 'mouse'", r"keyboard.watch: invalid enum value 'mouse'"),
         ("[load]\nabove = 'much'", r"load.above: expected"),
         ("[load]\nabove = -1.0", r"load.above: -1 is not a number of cores"),
+        ("[load]\nabove = 1e6", r"load.above: 1e\+06 is not a number of cores"),
+        ("[load]\nmemory_wait = 0", r"load.memory_wait: 0 is not a percentage"),
+        ("[load]\nmemory_wait = 100.5", r"load.memory_wait: 100.5 is not a percentage"),
+        ("[load]\nmemory_wait = nan", r"load.memory_wait: nan is not a percentage"),
         ("[reclaim]\npause = true", r"reclaim.pause: expected"),
         ("[reclaim", r"at end of document"),
         ("x" * 70_000, r"more than"),
@@ -122,6 +126,7 @@ def test_multi_line_hours_are_refused() -> None:
         ("[load]\nabove = 0", "load.above is 0"),
         ("[keyboard]\nidle = '8d'", "keyboard.idle is 8d"),
         ("[keyboard]\nsuspend = '1m'", "stopped guests never resume in place"),
+        ("[load]\nmemory_wait = 5\nidle = '8d'", "load.idle is 8d"),
     ],
 )
 def test_policy_without_lending_is_warned_about(text: str, words: str) -> None:
@@ -131,3 +136,10 @@ def test_policy_without_lending_is_warned_about(text: str, words: str) -> None:
 
 def test_unwatched_source_is_not_warned_about() -> None:
     assert never_lends(read_policy("[gpu]\nwatch = false\nidle = '20d'")) == []
+    assert never_lends(read_policy("[keyboard]\nwatch = 'off'\nidle = '20d'")) == []
+
+
+def test_guest_that_resumes_or_whose_machine_is_idle_before_it_is_sent_away_is_not_warned_about() -> None:
+    for suspend, resume, idle, warned in ((5, 4, 9, False), (5, 5, 9, True), (5, 9, 4, False), (0, 9, 9, False)):
+        text = f"[gpu]\nsuspend = '{suspend}m'\nresume = '{resume}m'\nidle = '{idle}m'"
+        assert bool(never_lends(read_policy(text))) is warned, text
