@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from mesh.journal import Journal, OwnStay
-from mesh.provider.attendance import KEEP_S, SLEPT_S, Attendance, local_offset_s
+from mesh.provider.attendance import KEEP_S, SLEPT_S, TELL_S, Attendance, local_offset_s
 from placement.advert import HOUR, Advert
-from placement.summary import decode_summary
+from placement.summary import UNSEEN, decode_summary
 from tests.placement.test_placement import advert
 
 ME, OTHER = b"m" * 32, b"o" * 32
@@ -182,3 +182,27 @@ async def test_own_summary_is_not_taken_for_another_nodes(journal: Journal) -> N
     world.told = {ME: world.published[-1]}
     world.live(NOW + HOUR_S, NOW + 2 * HOUR_S)
     assert world.attendance.estimator.nodes[ME].campus
+
+
+async def test_summary_is_published_after_changes_and_now_and_then(journal: Journal) -> None:
+    world = World(journal)
+    await world.attendance.open(NOW)
+    now = world.live(NOW, NOW + 2 * TELL_S, lent=False)
+    assert not world.published, "it has never been lent"
+    counts = []
+    for seconds, lent in ((60.0, True), (TELL_S - 120, True), (180.0, True), (60.0, False), (TELL_S + 60, False)):
+        now = world.live(now, now + seconds, lent)
+        counts.append(len(world.published))
+    assert counts == [1, 1, 2, 3, 4]
+    assert decode_summary(world.published[1]).since_unix > 0 == decode_summary(world.published[3]).since_unix
+
+
+async def test_present_stay_counts_in_the_week(journal: Journal) -> None:
+    world = World(journal)
+    await world.attendance.open(NOW)
+    world.live(NOW, NOW + 2 * DAY_S, step_s=600.0)
+    week = world.attendance.summary(NOW + 2 * DAY_S).week
+    assert set(week) == {100, UNSEEN} and week.count(100) in {48, 49}
+    world.live(NOW + 2 * DAY_S, NOW + 3 * DAY_S, lent=False, step_s=600.0)
+    later = world.attendance.summary(NOW + 3 * DAY_S).week
+    assert later.count(100) in {47, 48} and later.count(0) in {23, 24}
