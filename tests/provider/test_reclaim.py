@@ -1,0 +1,333 @@
+"""Stages of a reclaim, one by one, for guests and a guard that record what is done to them."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mesh.checkpoints.loss_estimate import Lost
+from mesh.consensus.contract import VACATED
+from mesh.model.spec import format_job
+from mesh.provider import reclaim as module
+from mesh.provider.presence import Stand
+from mesh.provider.reclaim import AGAIN_S, DEPARTED_KEPT, NOT_BACK, Leave, Reclaimer
+from tests.consensus.worlds import make_spec
+
+JOB, OTHER = b"j" * 16, b"o" * 16
+LEND, SUSPEND = Stand(), Stand("suspend", ("keyboard",), pressing=True)
+SUSPEND_GPU = Stand("suspend", ("gpu",), pressing=True)
+VACATE, AWAY = Stand("vacate", ("keyboard",), pressing=True), Stand("vacate", ("keyboard",))
+SOON, LATER = Leave(0.0, 60.0, "the owner is back", "typing"), Leave(60.0, 60.0, "the owner is back", "typing")
+
+
+class Attempt:
+    """A guest that stands still, and is still, as soon as it is told."""
+
+    number = 3
+
+    def __init__(self) -> None:
+        self.portions = [SimpleNamespace(uuid="GPU-1")]
+        self.stages: dict[str, float] = {}
+        self.held, self.holds = "", list[str]()
+        self.reserve_s = 0.0
+        self.spec, self.printed = make_spec(name="train"), list[str]()
+        self.still_after = 0
+
+    def hold(self, why: str) -> None:
+        self.held = why
+        self.holds.append(why)
+
+    async def stands_still(self) -> bool:
+        self.still_after -= 1
+        return self.still_after < 0
+
+    def mark(self, stage: str) -> None:
+        self.stages.setdefault(stage, module.boot_s())
+
+    def lost(self) -> Lost:
+        return Lost(12.0)
+
+    def log_line(self, text: str) -> None:
+        self.printed.append(text)
+
+
+class World:
+    """The jobs of a node, their events, the orders that reached them, and the gates of its GPU guard."""
+
+    def __init__(self, *jobs: bytes, guarded: bool = False) -> None:
+        self.attempts = {job: Attempt() for job in jobs}
+        self.events: list[tuple[bytes, str, str]] = []
+        self.vacated: list[tuple[float, str, bytes]] = []
+        self.killed: list[tuple[str, tuple[bytes, ...]]] = []
+        self.settled: list[tuple[tuple[bytes, ...], float]] = []
+        self.times: list[dict[str, float]] = []
+        self.now = 1000.0
+        self.tenants = {
+            format_job(job): SimpleNamespace(closed_by=set(), set_gate=self._gate, job=job) for job in jobs if guarded
+        }
+        self.guarded, self.pause_problem, self.problem = list[str](), "", ""
+        self.event_log = SimpleNamespace(
+            add=lambda job, kind, text, **more: self.events.append((job, more["new"], text))
+        )
+        self.departure_planner = SimpleNamespace(settle=lambda jobs, s: self.settled.append((tuple(jobs), s)))
+        whole: Any = self
+        self.reclaimer = Reclaimer(whole, whole, "ada", "node1", self.times.append)
+
+    # the job service
+
+    async def vacate(self, seconds: float, reason: str, jobs: Sequence[bytes]) -> list[bytes]:
+        self.vacated += [(seconds, reason, job) for job in jobs]
+        for job in jobs:
+            self.attempts[job].mark("notice")
+        return list(jobs)
+
+    async def kill(self, reason: str, jobs: Sequence[bytes] | None) -> list[bytes]:
+        self.killed.append((reason, tuple(self.attempts if jobs is None else jobs)))
+        return list(self.attempts if jobs is None else jobs)
+
+    # the guard
+
+    def tenant(self, name: str) -> Any:
+        return self.tenants.get(name)
+
+    def _gate(self, closed: bool, why: str, by: str) -> None:
+        self.guarded.append("closed" if closed else "open")
+
+    async def pause(self, tenant: Any, by: str) -> str:
+        self.guarded.append("paused")
+        tenant.closed_by.add(by)
+        return self.problem
+
+    async def resume(self, tenant: Any, by: str) -> str:
+        self.guarded.append("resumed")
+        if not self.problem:
+            tenant.closed_by.discard(by)
+        return self.problem
+
+    # the test
+
+    async def look(self, stand: Stand, leave: Leave = SOON) -> None:
+        self.reclaimer.look(lambda uuids: stand, lambda stand: leave)
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def ends(self, job: bytes, reason: str = VACATED + "the owner is back") -> None:
+        attempt: Any = self.attempts.pop(job)
+        self.reclaimer.on_attempt_ended(job, attempt, reason)
+
+    def states(self, job: bytes = JOB) -> list[str]:
+        return [new for of, new, _ in self.events if of == job]
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STILL_LOOK_S", 0.0)
+
+
+def clock(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "boot_s", lambda: world.now)
+
+
+async def test_guest_is_stopped_once_and_goes_on_when_the_owner_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(JOB)
+    clock(world, monkeypatch)
+    attempt = world.attempts[JOB]
+    attempt.still_after = 3
+    for _ in range(3):
+        await world.look(SUSPEND)
+    assert attempt.held == SUSPEND.why and "suspended" in attempt.stages and attempt.still_after < 0
+    assert world.events == [(JOB, "suspended", SUSPEND.why)], "told once, when it stood still"
+    world.now += 7.5
+    for _ in range(3):
+        await world.look(LEND)
+    assert attempt.held == "" and "suspended" not in attempt.stages
+    assert world.events[1:] == [(JOB, "goes on", "it was stopped for 7.5 s")]
+    await world.look(SUSPEND)
+    assert world.states() == ["suspended", "goes on", "suspended"], "and stops again"
+
+
+async def test_guest_that_nobody_stopped_is_left_alone() -> None:
+    world = World(JOB)
+    await world.look(LEND)
+    assert world.attempts[JOB].holds == [] and not world.events
+
+
+async def test_guest_with_notice_from_elsewhere_is_not_suspended() -> None:
+    world = World(JOB)
+    world.attempts[JOB].mark("notice")
+    await world.look(SUSPEND)
+    assert world.attempts[JOB].held == "" and not world.events
+
+
+async def test_gate_closes_at_once_and_gpu_memory_is_freed_for_an_owner_on_the_gpu() -> None:
+    world = World(JOB, guarded=True)
+    attempt = world.attempts[JOB]
+    world.reclaimer.look(lambda uuids: SUSPEND_GPU, lambda stand: SOON)
+    assert world.guarded == ["closed"] and attempt.held == "", "the driver cannot suspend a stopped process"
+    await world.settle()
+    assert world.guarded == ["closed", "paused"] and attempt.holds == ["", SUSPEND_GPU.why]
+    assert world.events[0][2].endswith("its GPU memory is free for the owner")
+    await world.look(SUSPEND_GPU)
+    assert world.guarded == ["closed", "paused"], "once"
+    world.problem = "no room"
+    await world.look(LEND)
+    assert world.guarded[2:] == ["resumed"] and world.states() == ["suspended"]
+    await world.look(LEND)
+    assert world.guarded[3:] == [], f"tried again after {AGAIN_S} s"
+    world.reclaimer._guests[JOB].again_at = 0.0
+    world.problem = ""
+    await world.look(LEND)
+    assert world.guarded[3:] == ["resumed"] and world.states() == ["suspended", "goes on"]
+    await world.look(SUSPEND_GPU)
+    assert world.guarded[4:] == ["closed", "paused"], "its memory is freed each time"
+
+
+async def test_owner_at_the_keyboard_gets_no_gpu_memory_until_they_use_the_gpu() -> None:
+    world = World(JOB, guarded=True)
+    await world.look(SUSPEND)
+    assert world.guarded == ["closed"] and world.attempts[JOB].held == SUSPEND.why
+    world.problem = "the driver cannot"
+    await world.look(SUSPEND_GPU)
+    assert world.guarded == ["closed", "closed", "paused"]
+    assert world.events[-1][2].endswith("its GPU memory stays: the driver cannot") and world.attempts[JOB].held
+    world.pause_problem = "no driver that can"
+    other = World(JOB, guarded=True)
+    other.pause_problem = "no driver that can"
+    await other.look(SUSPEND_GPU)
+    assert other.guarded == ["closed"] and other.attempts[JOB].held == SUSPEND_GPU.why
+
+
+async def test_all_guests_leave_by_one_plan_with_notice_and_pause() -> None:
+    world = World(JOB, OTHER)
+    await world.look(VACATE, Leave(20.0, 40.0, "the owner is back", "typing"))
+    assert world.settled == [((JOB, OTHER), 60.0)]
+    assert world.vacated == [(60.0, "the owner is back", JOB), (60.0, "the owner is back", OTHER)]
+    assert all(attempt.reserve_s == 40.0 and not attempt.held for attempt in world.attempts.values())
+    await world.look(VACATE)
+    assert len(world.vacated) == 2, "asked once"
+    await world.reclaimer.leave([JOB], LATER)
+    assert world.vacated[2:] == [(120.0, "the owner is back", JOB)]
+    assert world.attempts[JOB].reserve_s == 40.0, "it is leaving already, in the time that it was given"
+
+
+async def test_stopped_guest_runs_again_for_its_notice() -> None:
+    world = World(JOB, guarded=True)
+    await world.look(SUSPEND_GPU)
+    await world.look(VACATE, LATER)
+    assert world.guarded[2:] == ["resumed"] and world.attempts[JOB].held == "" and len(world.vacated) == 1
+    world = World(JOB, guarded=True)
+    await world.look(SUSPEND_GPU)
+    world.problem = "no room"
+    await world.look(VACATE, LATER)
+    assert not world.vacated and world.killed == [(f"the owner is back; {NOT_BACK}", (JOB,))]
+
+
+async def test_guest_that_is_still_there_after_its_notice_is_stopped_while_the_owner_is_present(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(JOB)
+    clock(world, monkeypatch)
+    leave = Leave(30.0, 60.0, "the owner is back", "typing")
+    await world.look(VACATE, leave)
+    world.now += 29.9
+    await world.look(VACATE, leave)
+    assert not world.attempts[JOB].held, "its notice is not over"
+    world.now += 0.2
+    await world.look(VACATE, leave)
+    assert world.attempts[JOB].held == "the owner is back" and world.states() == ["paused"]
+    await world.look(AWAY, leave)
+    assert not world.attempts[JOB].held and world.states() == ["paused", "goes on"]
+    by_hand = Leave(30.0, 60.0, "the owner says so", "by hand", by_hand=True)
+    for asked, stopped in ((by_hand, True), (Leave(30.0, 0.0, "no pause", "typing"), False)):
+        other = World(JOB)
+        clock(other, monkeypatch)
+        await other.look(AWAY, asked)
+        other.now += 30.1
+        await other.look(AWAY, asked)
+        assert bool(other.attempts[JOB].held) is stopped, "an order by hand holds when the owner goes"
+
+
+async def test_guest_that_has_exited_is_not_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(JOB)
+    clock(world, monkeypatch)
+    await world.look(VACATE, LATER)
+    world.now += LATER.notice + 1
+    world.attempts[JOB].mark("exited")
+    await world.look(VACATE, LATER)
+    assert not world.attempts[JOB].held and not world.states()
+
+
+async def test_guest_is_stopped_and_killed_on_time_without_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LATE_S", 0.0)
+    world = World(JOB, OTHER)
+    await world.look(VACATE, Leave(0.0, 0.2, "the owner is back", "typing"))
+    world.ends(OTHER)
+    async with asyncio.timeout(20):
+        while not world.attempts[JOB].held or not world.killed:
+            await asyncio.sleep(0.01)
+    assert world.killed == [("the owner is back; it had notice, and its time is over", (JOB,))]
+
+
+async def test_kill_is_by_hand_and_spares_other_jobs() -> None:
+    world = World(JOB, OTHER)
+    await world.reclaimer.kill([JOB], "the owner killed it", "by hand")
+    assert world.killed == [("the owner killed it", (JOB,))]
+    world.ends(JOB)
+    world.ends(OTHER)
+    assert list(world.reclaimer.departed) == [JOB], "nobody sent the other one away"
+    world = World(JOB, OTHER)
+    await world.reclaimer.kill(None, "all", "by hand")
+    for job in (JOB, OTHER):
+        world.ends(job)
+    assert set(world.reclaimer.departed) == {JOB, OTHER}
+
+
+async def test_departure_is_reported_with_its_times_and_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(JOB)
+    clock(world, monkeypatch)
+    attempt = world.attempts[JOB]
+    attempt.stages["started"] = world.now - 100
+    world.now += 1
+    await world.look(VACATE, LATER)
+    world.now += 2
+    attempt.mark("exited")
+    world.now += 0.5
+    world.ends(JOB)
+    words = "by ada, the owner of node1: typing; lost: 12.0 s of work since its last checkpoint"
+    assert world.events == [(JOB, "taken back", words)] and attempt.printed == [f"taken back {words}"]
+    gone = world.reclaimer.departed[JOB]
+    assert gone.stages_ms == {"notice": 0.0, "exited": 2000.0, "gone": 2500.0} and gone.lost == Lost(12.0)
+    assert (gone.user, gone.name) == (attempt.spec.user, "train")
+    assert world.times == [{"notice": 0.0, "exited": 2.0, "gone": 2.5}]
+
+
+async def test_job_that_ended_by_itself_was_not_taken_back() -> None:
+    world = World(JOB)
+    await world.look(SUSPEND)
+    world.ends(JOB, "done")
+    assert not world.reclaimer.departed and "taken back" not in world.states()
+    world = World(JOB)
+    await world.look(VACATE)
+    old: Any = world.attempts[JOB]
+    world.attempts[JOB] = Attempt()
+    await world.look(LEND)
+    world.reclaimer.on_attempt_ended(JOB, old, VACATED)
+    assert not world.reclaimer.departed, "another attempt of the job runs here now"
+    world = World(JOB)
+    await world.look(VACATE)
+    world.ends(JOB, "failed: it crashed")
+    assert "taken back" not in world.states() and JOB in world.reclaimer.departed
+
+
+async def test_reports_of_departures_are_bounded() -> None:
+    world = World(*(number.to_bytes(16) for number in range(DEPARTED_KEPT + 3)))
+    jobs = list(world.attempts)
+    await world.look(VACATE)
+    for job in jobs:
+        world.ends(job)
+    assert list(world.reclaimer.departed) == jobs[3:] and not world.reclaimer._guests
