@@ -183,7 +183,7 @@ class Reclaimer:
     def _stop(self, job: bytes, guest: _Guest, why: str, memory: bool, stage: str) -> None:
         frees = memory and not guest.tried_memory and self._can_free(job)
         if guest.state == "still" and (guest.busy or not frees):
-            return
+            return  # also while it resumes: the driver needs its processes to run then, and a later look stops it
         tenant = self._guard.tenant(format_job(job))
         begun = boot_s()
         if tenant is not None:
@@ -191,10 +191,7 @@ class Reclaimer:
         guest.attempt.mark(stage)
         if not frees:
             guest.attempt.hold(why)
-        if guest.busy:
-            return  # it is being resumed, and is stopped when that is done
-        if guest.state == "free":
-            guest.state = "still"
+        guest.state = "still"
         guest.work = self._tasks.start(
             self._stopped(job, guest, why, stage, frees, begun), f"{stage} {format_job(job)[:8]}"
         )

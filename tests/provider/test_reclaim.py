@@ -138,6 +138,8 @@ async def test_guest_is_stopped_once_and_goes_on_when_the_owner_leaves(monkeypat
     clock(world, monkeypatch)
     attempt = world.attempts[JOB]
     attempt.still_after = 3
+    world.reclaimer.look(lambda uuids: SUSPEND, lambda stand: SOON)
+    assert attempt.held == SUSPEND.why, "before this returns"
     for _ in range(3):
         await world.look(SUSPEND)
     assert attempt.held == SUSPEND.why and "suspended" in attempt.stages and attempt.still_after < 0
@@ -149,6 +151,26 @@ async def test_guest_is_stopped_once_and_goes_on_when_the_owner_leaves(monkeypat
     assert world.events[1:] == [(JOB, "goes on", "it was stopped for 7.5 s")]
     await world.look(SUSPEND)
     assert world.states() == ["suspended", "goes on", "suspended"], "and stops again"
+
+
+async def test_guest_whose_owner_comes_back_while_it_resumes_is_stopped_once_it_has() -> None:
+    world, gate = World(JOB, guarded=True), asyncio.Event()
+
+    async def slow(tenant: Any, by: str) -> str:
+        await gate.wait()
+        return ""
+
+    await world.look(SUSPEND_GPU)
+    world.resume = slow  # type: ignore[method-assign]
+    await world.look(LEND)
+    await world.look(LEND)
+    await world.look(SUSPEND)
+    assert not world.attempts[JOB].held, "the driver needs its processes to run while it brings the memory back"
+    assert world.guarded == ["closed", "paused"], "its gate is still closed"
+    gate.set()
+    await world.settle()
+    await world.look(SUSPEND)
+    assert world.attempts[JOB].held and world.states() == ["suspended", "goes on", "suspended"]
 
 
 async def test_guest_that_nobody_stopped_is_left_alone() -> None:
@@ -266,18 +288,21 @@ async def test_guest_is_stopped_and_killed_on_time_without_another_look(monkeypa
     monkeypatch.setattr(module, "LATE_S", 0.0)
     world = World(JOB, OTHER)
     await world.look(VACATE, Leave(0.0, 0.2, "the owner is back", "typing"))
-    world.ends(OTHER)
+    world.attempts[OTHER].mark("exited")
     async with asyncio.timeout(20):
         while not world.attempts[JOB].held or not world.killed:
             await asyncio.sleep(0.01)
     assert world.killed == [("the owner is back; it had notice, and its time is over", (JOB,))]
 
 
-async def test_kill_is_by_hand_and_spares_other_jobs() -> None:
+async def test_kill_is_by_hand_and_spares_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(JOB, OTHER)
+    clock(world, monkeypatch)
     await world.reclaimer.kill([JOB], "the owner killed it", "by hand")
     assert world.killed == [("the owner killed it", (JOB,))]
+    world.now += 2
     world.ends(JOB)
+    assert world.reclaimer.departed[JOB].stages_ms == {"gone": 2000.0} and "by hand" in world.events[0][2]
     world.ends(OTHER)
     assert list(world.reclaimer.departed) == [JOB], "nobody sent the other one away"
     world = World(JOB, OTHER)
@@ -331,3 +356,24 @@ async def test_reports_of_departures_are_bounded() -> None:
     for job in jobs:
         world.ends(job)
     assert list(world.reclaimer.departed) == jobs[3:] and not world.reclaimer._guests
+
+
+async def test_report_ends_when_the_job_is_sent_away_again() -> None:
+    world = World(JOB)
+    for send in (lambda: world.look(VACATE), lambda: world.reclaimer.kill([JOB], "killed", "by hand")):
+        world.attempts[JOB] = Attempt()
+        await world.look(VACATE)
+        world.ends(JOB)
+        assert JOB in world.reclaimer.departed
+        world.attempts[JOB] = Attempt()
+        await send()
+        assert JOB not in world.reclaimer.departed
+        world.ends(JOB)
+
+
+async def test_departure_that_loses_nothing_says_so() -> None:
+    world = World(JOB)
+    world.attempts[JOB].lost = lambda: Lost(0.0)  # type: ignore[method-assign]
+    await world.look(VACATE)
+    world.ends(JOB)
+    assert world.events[-1][2].endswith("typing; nothing is lost")
