@@ -160,6 +160,31 @@ class Member:
 
         return sum(await asyncio.gather(*(one() for _ in range(count))))
 
+    async def leave_answers(self, path: str, body: bytes, count: int, looks: Callable[[], object]) -> None:
+        """Make this many calls and read none of the answers; look once no more of them begin."""
+        over, begun = asyncio.Event(), 0
+
+        async def one() -> None:
+            nonlocal begun
+            with suppress(PeerError):
+                async with self.peers.stream(self.victim, "POST", path, body):
+                    begun += 1
+                    await over.wait()
+
+        tasks = [asyncio.create_task(one()) for _ in range(count)]
+        try:
+            before = -1
+            while before < begun:
+                before = begun
+                for _ in range(10):
+                    await asyncio.to_thread(looks)
+                    await asyncio.sleep(0.3)
+            assert begun, "every call was refused"
+        finally:
+            over.set()
+            await self.peers.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def stall_uploads(self, count: int, looks: Callable[[], object]) -> None:
         """Upload this many chunks of the largest size at a time, but for their last byte; look while the node holds them."""
         over, handed, refused = asyncio.Event(), 0, 0

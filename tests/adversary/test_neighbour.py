@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from ckptstore.messages import MAX_IDS, MissingQuery, encode_missing_query
 from mesh.daemon.stack import Stack
 from mesh.daemon.systemd import MAX_FILES
 from mesh.rpc import client
-from mesh.rpc.server import MAX_PER_PEER
+from mesh.rpc.server import MAX_PER_PEER, MAX_REQUESTS_PER_PEER
 from tests.adversary import floods
 from tests.adversary.floods import MIB, Cost, Member, port_of
 from tests.e2e.commands import job_state, ok, running_with_checkpoint, submit_count, until
@@ -80,6 +81,16 @@ async def test_member_with_large_bodies_costs_a_node_little(stack: Stack) -> Non
     again = lambda: job_state(victim, job)["checkpoint"]["seq"] > before  # noqa: E731
     await asyncio.to_thread(until, again, "the job to commit another checkpoint")
     await asyncio.to_thread(ok, victim, "cancel", job)
+
+
+async def test_member_that_reads_no_answers_costs_a_node_little(stack: Stack) -> None:
+    victim = stack.nodes[0]
+    member, cost = Member(stack.nodes[1], victim), Cost(victim)
+    await member.peers.open()
+    unknown = encode_missing_query(MissingQuery([number.to_bytes(32) for number in range(MAX_IDS)]))
+    await member.leave_answers("/v1/chunks/missing", unknown, MAX_REQUESTS_PER_PEER, cost.look)
+    # One body with its answer takes 40 MiB; sixteen answers that a node kept would take 140.
+    assert cost.grown_mib < 1.5 * GROWTH_MIB and cost.slowest_s < ANSWER_S, (cost.grown_mib, cost.slowest_s)
 
 
 async def test_member_with_stalled_uploads_costs_a_node_little(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class PeerHandlers:
         ids, manifest = Bound(MAX_IDS_BYTES), Bound(MAX_MANIFEST_BYTES)
         routes: list[tuple[str, str, Handler, Bound | None]] = [
             ("POST", "/v1/messages", self._messages, Bound(BATCH_BYTES + MAX_MESSAGE_BYTES)),
-            ("POST", "/v1/chunks/missing", self._missing, ids),
+            ("POST", "/v1/chunks/missing", self._missing, Bound(MAX_IDS_BYTES, answer=MAX_IDS_BYTES)),
             ("PUT", "/v1/chunks", self._put_chunks, None),
             ("POST", "/v1/chunks/frames", self._frames, ids),
             ("PUT", "/v1/manifests/{id}", self._put_manifest, manifest),
