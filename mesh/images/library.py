@@ -286,7 +286,9 @@ class Library:
             raise BadImage(verdict.words)
         if not self._engine_ok:
             raise EngineError("no container engine answers on this node: `mesh status`")
-        if await self._find(name, image) is not None:
+        found = await self._find(name, image)
+        if found is not None:
+            self.stored[found.id] = found  # the engine may have it although its fetch was stopped
             return None
         if not self._may_fetch(image):
             raise BadImage(f"image {name} is not on the mesh's list by its manifest, so no node gives it to another")

@@ -1,12 +1,17 @@
-"""Lists of images that other nodes publish, as the library takes them."""
+"""The images of a node: lists that other nodes publish, as the library takes them, and what its engine has."""
 
+import asyncio
 from pathlib import Path
 from typing import Any, cast
 
 from membership.records import Record
+from mesh.api.handlers.images import how_far
 from mesh.images.allowlist import Entry, Image
+from mesh.images.blobs import BlobStore
+from mesh.images.engine import StoredImage
 from mesh.images.library import Library
 from mesh.images.retention import Bounds
+from mesh.util.shared_task import SharedTask
 from tests.images.test_catalogue import Campus, record
 
 A, B = Image(b"a" * 32, b"m" * 32), Image(b"b" * 32, b"n" * 32)
@@ -21,10 +26,9 @@ class Membership:
         return self.known
 
 
-def test_lists_of_members_have_no_node_publish_its_advert(tmp_path: Path) -> None:
-    campus, membership, changes = Campus(), Membership(), list[str]()
+def library_of(campus: Campus, root: Path, membership: Membership, changes: list[str]) -> Library:
     library = Library(
-        tmp_path,
+        root,
         0,
         True,
         (),
@@ -39,6 +43,42 @@ def test_lists_of_members_have_no_node_publish_its_advert(tmp_path: Path) -> Non
         lambda: changes.append("changed"),
     )
     library.catalogue.load()
+    return library
+
+
+class Engine:
+    """A fake engine that has images, and lists those that it had at the last look."""
+
+    def __init__(self) -> None:
+        self.has = set[bytes]()
+
+    async def images(self) -> list[StoredImage]:
+        return [StoredImage(one, (), 5) for one in self.has]
+
+    async def find(self, name: str) -> StoredImage | None:
+        digest = bytes.fromhex(name.removeprefix("sha256:"))
+        return StoredImage(digest, (), 5) if digest in self.has else None
+
+
+async def test_image_that_came_although_its_fetch_was_stopped_is_here(tmp_path: Path) -> None:
+    """An engine may finish a pull whose caller is gone. A node that was asked for the image then said that it had failed."""
+    campus, membership, engine = Campus(), Membership(), Engine()
+    library = library_of(campus, tmp_path, membership, [])
+    library._store, library._stores["docker"] = BlobStore(tmp_path, 1 << 20), cast(Any, engine)
+    membership.known = record(campus.said(campus.founder, campus.founder_chain, 1, Entry("tool", 1, True, A)))
+    library.hear(b"r" * 32, "images")
+    await library.look("docker")
+    pull = library.pulls[A.config] = SharedTask(asyncio.sleep(3600), "a fetch")
+    await pull.end()
+    assert how_far(library, A.config).words == "it was stopped"
+    engine.has.add(A.config)
+    assert await library.fetch(A, "tool") is None
+    assert how_far(library, A.config).here
+
+
+def test_lists_of_members_have_no_node_publish_its_advert(tmp_path: Path) -> None:
+    campus, membership, changes = Campus(), Membership(), list[str]()
+    library = library_of(campus, tmp_path, membership, changes)
 
     def hear(body: bytes) -> None:
         membership.known = record(body)
