@@ -48,7 +48,7 @@ def test_unfinished_data_does_not_outlive_daemon(store: BlobStore, tmp_path: Pat
 
 def test_damage_of_disk_is_found_before_use(store: BlobStore, tmp_path: Path) -> None:
     store.keep(DATA)
-    store.path(DIGEST).write_bytes(DATA[:-1] + b"!")
+    store.path(DIGEST).write_bytes(DATA[:-1] + bytes([DATA[-1] ^ 1]))
     assert BlobStore(tmp_path, 1 << 40).use(DIGEST) is None and not store.has(DIGEST)
 
 

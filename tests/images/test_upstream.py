@@ -144,7 +144,7 @@ async def test_registry_that_lies_is_an_error(
         response = web.StreamResponse(headers={"Content-Length": str(len(data))} if manner == "ends early" else {})
         await response.prepare(request)
         if manner == "lies":
-            await response.write(data[:-1] + b"!")
+            await response.write(data[:-1] + bytes([data[-1] ^ 1]))
         elif manner == "ends early":
             await response.write(data[:10])
             assert request.transport is not None
