@@ -276,6 +276,7 @@ class Library:
         for digest in sorted(ids, key=lambda one: one != image.config):
             found = await self.engine.find(digest_text(digest))
             if found is not None and found.id in ids:
+                self.stored[found.id] = found  # also one whose fetch was stopped, and which the engine got all the same
                 return found
         return None
 
@@ -286,9 +287,7 @@ class Library:
             raise BadImage(verdict.words)
         if not self._engine_ok:
             raise EngineError("no container engine answers on this node: `mesh status`")
-        found = await self._find(name, image)
-        if found is not None:
-            self.stored[found.id] = found  # the engine may have it although its fetch was stopped
+        if await self._find(name, image) is not None:
             return None
         if not self._may_fetch(image):
             raise BadImage(f"image {name} is not on the mesh's list by its manifest, so no node gives it to another")
@@ -328,10 +327,8 @@ class Library:
                         f"image {name} ({short(image.config)}) is not on this node, and could not be fetched: {words}"
                     )
                     raise (BadImage(missing) if words else error) from error
-            found = await self._find(name, image)
-            if found is None:
+            if await self._find(name, image) is None:
                 raise EngineError("the engine pulled the image, and has it under none of its digests")
-            self.stored[found.id] = found
         self._changed()
 
     def words(self, image: Image) -> str:
