@@ -131,6 +131,7 @@ def _sources_towards(host: str) -> Iterator[str]:
 
 
 def is_address(host: str) -> bool:
+    """Tell whether this is an address and not a name."""
     try:
         ip_address(host)
     except ValueError:
