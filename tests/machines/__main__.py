@@ -1,6 +1,6 @@
 """Build, boot and try the machines, and write docs/platforms.md.
 
-    python -m tests.machines [--only sid] [--keep] [--part mesh|processes|containers|rootless|limits]
+    python -m tests.machines [--only sid] [--keep] [--part mesh|processes|containers|rootless|apptainer|limits]
 
 Needs root, the network, and Debian's mmdebstrap, qemu-system-x86, qemu-utils, e2fsprogs and openssh-client.
 """
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build" / "machines"
 RESULTS, PAGE = PLACE / "results.json", ROOT / "docs" / "platforms.md"
 SUITES = ("sid", "trixie")
-PARTS = ("mesh", "processes", "containers", "rootless", "limits")
+PARTS = ("mesh", "processes", "containers", "rootless", "apptainer", "limits")
 INIT = "mesh init home --nick home && mesh up --lend --no-mdns --port 7473 --api-port 7474"
 PODMAN = "DOCKER_HOST=unix:///run/podman/podman.sock"
 ROOTLESS = "DOCKER_HOST=unix:///run/user/$(id -u)/podman/podman.sock"
@@ -189,11 +189,22 @@ def all_engines(machine: Machine, known: dict[str, str], parts: Sequence[str]) -
         machine.run("systemctl start podman.socket")
         yield f"Podman {known['podman']}, as root", checks.contract(machine, checks.CONTAINERS, PODMAN)
     if "rootless" in parts:
-        machine.run(f"loginctl enable-linger {USER}")
-        machine.run("systemctl --user start podman.socket", user=USER)
-        answers = checks.contract(machine, checks.ROOTLESS, ROOTLESS, user=USER)
+        with lingering(machine):
+            machine.run("systemctl --user start podman.socket", user=USER)
+            yield f"Podman {known['podman']}, rootless", checks.contract(machine, checks.ROOTLESS, ROOTLESS, user=USER)
+    if "apptainer" in parts and known["apptainer"]:
+        with lingering(machine):
+            yield f"Apptainer {known['apptainer']}", checks.contract(machine, checks.UNPACKED, user=USER)
+
+
+@contextmanager
+def lingering(machine: Machine) -> Iterator[None]:
+    """Let the user's own systemd run without a login, which gives the user control groups."""
+    machine.run(f"loginctl enable-linger {USER}")
+    try:
+        yield
+    finally:
         machine.run(f"loginctl disable-linger {USER}")
-        yield f"Podman {known['podman']}, rootless", answers
 
 
 def two_machines(one: Machine, two: Machine) -> Iterator[str]:

@@ -17,9 +17,9 @@ PYTHON = "/opt/pipx/venvs/campus-mesh/bin/python"
 SUITE = "/opt/suite"
 CORE = ("logs", "files", "exec", "freeze", "kill", "limits", "network")
 TESTS_S, WAIT_S, CONDITION_S = 1500.0, 600.0, 240
-ENGINES, SESSIONS, ESCAPES, GROUPS, PODMAN, WATCHDOG = (
+ENGINES, SESSIONS, ESCAPES, GROUPS, PODMAN, WATCHDOG, APPTAINER = (
     f"tests/execution/test_{name}.py"
-    for name in ("engines", "sessions", "escapes", "groups", "docker_podman", "docker_watchdog")
+    for name in ("engines", "sessions", "escapes", "groups", "docker_podman", "docker_watchdog", "apptainer")
 )
 
 # The aspects of the contract, and the tests that show each, for containers and for processes.
@@ -50,6 +50,11 @@ PROCESSES = {
     "limits": (f"{GROUPS}::test_memory_limit_covers_all_processes", f"{GROUPS}::test_pids_limit_is_enforced"),
     "network": (f"{GROUPS}::test_guest_without_network_has_loopback",),
 }
+UNPACKED = {  # Apptainer with an unpacked image, of an ordinary user
+    **{aspect: tuple(f"{test}[apptainer]" for test in tests) for aspect, tests in ALIKE.items()},
+    "limits": (f"{ENGINES}::test_only_the_guest_over_memory_limit_ends[apptainer]",),
+    "network": (f"{APPTAINER}::test_guest_cannot_reach_the_machine",),
+}
 STEPS = 300
 COUNT = """
 n=0; if [ -n "$MESH_RESUME" ]; then n=$(cat $MESH_RESUME/n); echo "resumed at $n"; fi
@@ -69,6 +74,7 @@ def facts(machine: Machine) -> dict[str, str]:
     echo "python=$(python3 -c 'import platform; print(platform.python_version())')"
     echo "docker=$(dockerd --version | awk '{print $3}' | tr -d ,)"
     echo "podman=$(podman version --format '{{.Version}}')"
+    echo "apptainer=$(apptainer --version 2>/dev/null | awk '{print $NF}')"
     echo "groups=$(stat -fc %T /sys/fs/cgroup)"
     """
     return dict(line.split("=", 1) for line in machine.run(script).stdout.splitlines() if "=" in line)
