@@ -21,8 +21,8 @@ class Send(msgspec.Struct, frozen=True):
 class WitnessRecord(msgspec.Struct, frozen=True):
     """The durable state of one job on one witness, whose journal is `disk`. The lease clock is not part of it: see
     `Witness.restored`. `owner`: the attempt that has taken the lease in the accepted term. `warrants` name the group, once it has
-    changed: for a witness that missed the change. `earlier` has groups before this one with theirs, the latest first: for a
-    witness that missed more than one change.
+    changed: for a witness that missed the change. `earlier` has groups before this one, joint ones too, with theirs, the
+    latest first: for a witness that missed more than one change.
     """
 
     job: bytes

@@ -359,6 +359,7 @@ class Participant:
         if message.reconfiguration is None:
             if not effects and not self._may_propose(sender, message, witness):
                 return self._from(job, "witness", witness.refuse(sender, message, at.now))
+            effects += self._keep_warrants(message, witness)  # a joint group's reach a newcomer with the group after it
             effects += witness.handle(sender, message, at.now)
         elif self._rules.read_recovery(message.reconfiguration, job, witness.spec) == ForcedReconfiguration(
             job, message.term, message.config
@@ -390,10 +391,10 @@ class Participant:
         return Send(effect.to, msgspec.structs.replace(effect.message, warrant=known[1]))
 
     def _keep_warrants(self, message: Accept, witness: Witness) -> list[Effect]:
-        """Keep the warrants that name a changed group, for witnesses that missed the change."""
+        """Keep the warrants that name the known group, once it has changed, for witnesses that missed the change."""
         job, known = message.job, witness.witness_record
-        checked = (message.config, message.warrants)
-        if message.config.number == 0 or message.config != known.config or self._checked.get(job) == checked:
+        checked = (known.config, message.warrants)
+        if known.config.number == 0 or self._checked.get(job) == checked:
             return []
         self._checked[job] = checked
         naming = self._naming(job, known.config, (*known.warrants, *message.warrants))

@@ -35,7 +35,7 @@ from mesh.consensus.messages import (
 from mesh.model.record import Config, JobRecord, Outcome
 from mesh.model.spec import JobSpec
 
-MOST_EARLIER = 2  # groups before the present one that are kept (own choice)
+MOST_EARLIER = 4  # groups before the present one that are kept: those of two changes, with the joint ones (own choice)
 HELD_SHARE = 0.9  # a hundred times the worst quartz drift with NTP slewing (500 ppm on either side)
 
 
@@ -246,7 +246,8 @@ class Witness:
     def _save(self, **changes: object) -> SaveWitnessRecord:
         before = self.witness_record
         self.witness_record = msgspec.structs.replace(before, **changes)
-        if before.warrants and self.witness_record.config.number > before.config.number:
+        now, then = self.witness_record.config, before.config
+        if before.warrants and (now.number, now.previous) != (then.number, then.previous):
             earlier = ((before.config, before.warrants), *before.earlier)[:MOST_EARLIER]
             self.witness_record = msgspec.structs.replace(self.witness_record, earlier=earlier)
         assert self.witness_record.promised >= before.promised, "a promise is never taken back"

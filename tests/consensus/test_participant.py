@@ -740,13 +740,25 @@ def test_witness_is_led_by_those_it_knows_alone(earlier: tuple[Any, ...]) -> Non
 
 def test_earlier_groups_are_kept_with_their_warrants_and_bounded() -> None:
     participant = reader()
-    groups = [Config(number, 3, voters(A, B, node)) for number, node in enumerate((D, E, C, D), 1)]
+    groups = [Config(number, 3, voters(A, B, node)) for number, node in enumerate((D, E, C, D, E, C), 1)]
     for number, group in enumerate(groups, 1):
         accept = Accept(JOB, 3, number, group, JobRecord(version=1), None, warrants=(names_group(B, group),))
         participant.receive(B, accept, at(number))
     known = participant.witnesses[JOB].witness_record
-    assert known.config == groups[-1] and MOST_EARLIER == 2
-    assert known.earlier == tuple((group, (names_group(B, group),)) for group in (groups[2], groups[1]))
+    assert known.config == groups[-1] and MOST_EARLIER == 4
+    assert known.earlier == tuple((group, (names_group(B, group),)) for group in reversed(groups[1:5]))
+
+
+def test_newcomer_keeps_the_joint_group_that_the_leaving_have_accepted() -> None:
+    """Those that leave accept the joint group as the last one, and may be all that a witness which missed changes knows."""
+    participant = reader()
+    joint = GROUP.joint(voters(A, B, D), 3)
+    participant.receive(B, Accept(JOB, 3, 1, joint, JobRecord(version=1), None), at(1))
+    given = (names_group(C, joint), names_group(B, joint.settled()), names_group(C, GROUP))
+    participant.receive(B, Accept(JOB, 3, 2, joint.settled(), JobRecord(version=1), None, warrants=given), at(2))
+    known = participant.witnesses[JOB].witness_record
+    assert (known.config, known.warrants) == (joint.settled(), given[1:2])
+    assert known.earlier == ((joint, given[:1]),)
 
 
 def test_node_without_a_vote_joins_a_later_group_as_a_newcomer() -> None:

@@ -17,9 +17,9 @@ def lose(world: JobsWorld, node: JobNode) -> None:
     node.crash()
 
 
-def miss_changes(seed: int, changes: int = 1) -> tuple[JobsWorld, bytes]:
-    """Return a world in which one of the two that are left of a job's last group missed the changes that made it; all others
-    of the group that it knows are lost.
+def miss_changes(seed: int, changes: int = 1, newcomer_of: int = 0) -> tuple[JobsWorld, bytes]:
+    """Return a world in which one of the two that are left of a job's last group missed the changes that made it; the other
+    came with the change `newcomer_of`. All others of the group that it knows are lost.
     """
     world = JobsWorld(
         seed, faults=QUIET, mesh=MeshPlan(nodes=8, gangs=0.0), jobs=2, work=WorkPlan(), job_checkers=all_job_checkers()
@@ -53,7 +53,7 @@ def miss_changes(seed: int, changes: int = 1) -> tuple[JobsWorld, bytes]:
         joined += [node for node in world.groups[job].nodes if node not in {*before.nodes, *joined}]
     assert stale.id in world.groups[job].nodes
     assert stale.disk.witness_records[job].config == known
-    newcomer = world.by_id[joined[0]]  # it has gone through each later change
+    newcomer = world.by_id[joined[newcomer_of]]  # it has gone through each later change
     members = {world.by_id[node] for node in world.groups[job].nodes}
     for node in {*others, *members, *(node for node, _ in world.holders(job))} - {newcomer, stale}:
         if not node.gone:
@@ -63,10 +63,10 @@ def miss_changes(seed: int, changes: int = 1) -> tuple[JobsWorld, bytes]:
     return world, job
 
 
-@pytest.mark.parametrize("changes", [1, 2])
+@pytest.mark.parametrize(("changes", "newcomer_of"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("seed", range(4))
-def test_job_goes_on(seed: int, changes: int) -> None:
-    world, job = miss_changes(seed, changes)
+def test_job_goes_on(seed: int, changes: int, newcomer_of: int) -> None:
+    world, job = miss_changes(seed, changes, newcomer_of)
     world.until(lambda: world.outcome(job) is not None, 600.0, "J4")
     assert world.outcome(job) == "done"
 
