@@ -183,13 +183,16 @@ def test_server_and_guests_end_with_the_daemon(tmp_path: Path, first: str) -> No
     mark = fresh_mark()
     command = [sys.executable, "-c", DAEMON, str(tmp_path), mark]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as daemon:
-        assert daemon.stdout is not None
-        server = process_of(int(daemon.stdout.readline()))
-        assert server is not None
-        if first == "server":
-            server.kill()
-            wait_until(lambda: not lives(server), "the server to end")
-            assert processes_with(mark), "the guest goes on without it"
-        daemon.kill()
+        try:
+            assert daemon.stdout is not None
+            server = process_of(int(daemon.stdout.readline()))
+            assert server is not None
+            wait_until(lambda: processes_with(mark), "the guest to run")
+            if first == "server":
+                server.kill()
+                wait_until(lambda: not lives(server), "the server to end")
+                assert processes_with(mark), "the guest goes on without it"
+        finally:
+            daemon.kill()
     wait_until(lambda: not lives(server), "the server to end")
     wait_until(lambda: not processes_with(mark), "the guest to end")
