@@ -1,7 +1,7 @@
 """Checker: reads and verifies the whole store, salvages damaged packs, and reports damaged manifests."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import msgspec
@@ -38,12 +38,14 @@ def verify(store: Store) -> VerifyReport:
     return VerifyReport(packs.chunks, packs.bad_chunks, tuple(quarantined), tuple(damaged))
 
 
-def check_packs(store: ObjectStore, tell: Callable[[str], None] = lambda words: None) -> VerifyReport:
-    """Read all packs; damaged ones are salvaged and moved to `quarantine/`. `tell` gets the progress."""
+def check_packs(
+    store: ObjectStore, tell: Callable[[str], None] = lambda words: None, only: Container[str] | None = None
+) -> VerifyReport:
+    """Read all packs, or `only` these; damaged ones are salvaged and moved to `quarantine/`. `tell` gets the progress."""
     chunks = bad = done = 0
     quarantined: list[str] = []
     sizes: dict[Path, int] = {}
-    for path in sorted(store.packs.glob("*.pack")):
+    for path in sorted(path for path in store.packs.glob("*.pack") if only is None or path.stem in only):
         with contextlib.suppress(FileNotFoundError):  # collected meanwhile
             sizes[path] = path.stat().st_size
     total = sum(sizes.values())

@@ -23,6 +23,7 @@ ENCRYPTION_BYTES = FRONT_BYTES + NONCE_BYTES + TAG_BYTES  # added to each chunk
 
 _SIGNED = b"campus-mesh sealed chunk\0"
 _PROVED = b"campus-mesh proof of a key\0"
+IDS = "campus-mesh 2026-11 ids of encrypted chunks"
 
 
 class Name(msgspec.Struct, frozen=True):
@@ -128,7 +129,8 @@ def check_encrypted(identity: bytes, meaning: bytes, stored: Bytes) -> bytes:
 
 
 def _chunk_id(realm: bytes, inner: bytes) -> bytes:
-    return blake3(realm + inner).digest()
+    """Return an id that no chunk which is not encrypted can have: theirs is the plain hash of their bytes."""
+    return blake3(realm + inner, derive_key_context=IDS).digest()
 
 
 def _derive(key: bytes, purpose: str) -> bytes:

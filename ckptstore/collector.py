@@ -4,6 +4,8 @@ No lock spans the mesh, and none is held here while others save and receive (kop
 existing chunk touches its pack, a recently touched pack is kept, and a manifest is published only if all its chunks are present.
 """
 
+import contextlib
+import os
 from collections.abc import Container
 from pathlib import Path
 
@@ -36,44 +38,48 @@ def collect(
     """
     packs = removed = 0
     sync_directory(manifests)  # else a crash could bring back a manifest whose packs are removed
+    sparse = list[tuple[Path, os.stat_result, dict[bytes, Location]]]()
     for path in [path for path in store.packs.glob("*.pack") if only is None or path.stem in only]:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # another collection, or `verify`, was faster: here and below
             before = path.stat()
-        except FileNotFoundError:
-            continue
-        chunks = store.index.chunks_of(path.stem)
-        live = {identity: where for identity, where in chunks.items() if identity in reachable}
-        live_bytes = sum(where.length for where in live.values())
-        if now_unix - before.st_mtime < min_age_s or live_bytes > before.st_size * REPACK_BELOW:
-            continue
-        try:
-            replaced = _replace(store, path.stem, live, before.st_mtime_ns)
-        except (CorruptChunk, MissingChunks):
-            continue  # `verify` handles damaged packs
-        if replaced:
-            packs, removed = packs + 1, removed + before.st_size - live_bytes
+            chunks = store.index.chunks_of(path.stem)
+            live = {identity: where for identity, where in chunks.items() if identity in reachable}
+            live_bytes = sum(where.length for where in live.values())
+            if now_unix - before.st_mtime < min_age_s or live_bytes > before.st_size * REPACK_BELOW:
+                continue
+            if live:
+                sparse.append((path, before, live))
+            elif _remove(store, path, before):
+                packs, removed = packs + 1, removed + before.st_size
+    for path, before, live in sparse:  # last, since a rewritten pack needs room first
+        with contextlib.suppress(FileNotFoundError, CorruptChunk, MissingChunks):  # `verify` handles damaged packs
+            if _rewrite(store, path, live, before):
+                live_bytes = sum(where.length for where in live.values())
+                packs, removed = packs + 1, removed + before.st_size - live_bytes
     return CollectReport(packs, removed)
 
 
-def _replace(store: ObjectStore, pack: str, live: dict[bytes, Location], touched_ns: int) -> bool:
+def _rewrite(store: ObjectStore, path: Path, live: dict[bytes, Location], before: os.stat_result) -> bool:
     """Copy the live objects to a new pack and remove the old one; False if the old one was touched meanwhile."""
-    path = store.packs / f"{pack}.pack"
     writer = PackWriter(store.tmp, store.packs, is_foreign(path))
     try:
         for identity in live:
             header, data = store.object(identity)
             check_stored(header, data[HEADER_BYTES:])
             writer.add(header, data[HEADER_BYTES:])
-        with store.lock:
-            if path.stat().st_mtime_ns != touched_ns:
-                writer.abort()
-                return False
-            writer.publish()
-            if live:
-                store.index.move(writer.name, writer.locations, writer.foreign)
-            store.index.drop_pack(pack)
-            path.unlink()
-    except BaseException:
+        return _remove(store, path, before, writer)
+    finally:
         writer.abort()
-        raise
+
+
+def _remove(store: ObjectStore, path: Path, before: os.stat_result, successor: PackWriter | None = None) -> bool:
+    """Remove a pack, once its successor is durable; False if it was touched meanwhile."""
+    with store.lock:
+        if path.stat().st_mtime_ns != before.st_mtime_ns:
+            return False
+        if successor is not None:
+            successor.publish()
+            store.index.move(successor.name, successor.locations, successor.foreign)
+        store.index.drop_pack(path.stem)
+        path.unlink()
     return True

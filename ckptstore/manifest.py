@@ -25,7 +25,8 @@ Unseal = Callable[[bytes], tuple[bytes, bytes]]
 
 FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
-MAX_CHUNKS = 1 << 18  # 1 TiB in chunks of full size (own choice)
+MAX_CHUNKS = 1 << 18  # own choice
+MAX_BYTES = MAX_CHUNKS * CHUNK_BYTES  # of all files of a manifest, holes included: 1 TiB
 MAX_FILES = 1_000_000
 MAX_DEPTH = 256  # own choice; trees of Bazel and npm have about 40 levels
 MAX_PATH_BYTES, MAX_PART_BYTES = 4096, 255  # PATH_MAX and NAME_MAX of Linux
@@ -130,8 +131,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(sealed: bytes, unseal: Unseal) -> tuple[bytes, Manifest]:
     """Return the signer and the manifest; BadManifest if the signature or the content is invalid."""
-    if len(sealed) > MAX_MANIFEST_BYTES:
-        raise BadManifest(f"a manifest of {len(sealed)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
+    check_size(sealed)
     try:
         signer, payload = unseal(sealed)
         manifest = _decoder.decode(payload)
@@ -139,6 +139,12 @@ def decode_manifest(sealed: bytes, unseal: Unseal) -> tuple[bytes, Manifest]:
         raise BadManifest(f"not a valid manifest: {error}") from error
     check_manifest(manifest)
     return signer, manifest
+
+
+def check_size(sealed: bytes) -> None:
+    if len(sealed) > MAX_MANIFEST_BYTES:
+        limit = f"the limit of {MAX_MANIFEST_BYTES}: pack small files into few large ones"
+        raise BadManifest(f"a manifest of {len(sealed)} bytes is over {limit}")
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -164,19 +170,19 @@ def _check_tree(tree: Tree, lengths: Sequence[int]) -> None:
     if len(tree.files) > MAX_FILES:
         raise BadManifest(f"a manifest may name at most {MAX_FILES} files")
     seen: set[str] = set()
-    links: set[str] = set()
+    leaves: set[str] = set()
     for entry in tree.files:
         check_path(entry.path)
         if entry.path in seen:
             raise BadPath(f"{entry.path!r} occurs twice in the manifest")
         seen.add(entry.path)
         _check_entry(entry, lengths)
-        if stat.S_ISLNK(entry.mode):
-            links.add(entry.path)
+        if not stat.S_ISDIR(entry.mode):
+            leaves.add(entry.path)
     for path in seen:
         parts = path.split("/")
-        if any("/".join(parts[:depth]) in links for depth in range(1, len(parts))):
-            raise BadPath(f"{path!r} lies behind a symbolic link")
+        if any("/".join(parts[:depth]) in leaves for depth in range(1, len(parts))):
+            raise BadPath(f"{path!r} lies behind a file or a link")
 
 
 def check_path(path: str) -> None:
@@ -191,6 +197,14 @@ def check_path(path: str) -> None:
         raise BadPath(f"{path[:80]!r} is not a plain relative path")
     if any(len(part.encode(errors="surrogateescape")) > MAX_PART_BYTES for part in parts):
         raise BadPath(f"{path[:80]!r} has a component that is too long")
+
+
+def check_text(path: str) -> None:
+    """Raise BadPath if a manifest cannot hold this path, since its bytes are not UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise BadPath(f"{path!r} is not UTF-8, so it cannot be saved: rename it") from error
 
 
 def check_link(path: str, target: str) -> None:

@@ -85,7 +85,8 @@ class ObjectStore(ObjectReader):
         self.root = root
         self.quota_bytes, self.foreign_quota_bytes = quota_bytes, foreign_quota_bytes
         packs, self.tmp, self.quarantine = root / "packs", root / "tmp", root / "quarantine"
-        self.lock = threading.Lock()
+        self.lock, self.keeping = threading.Lock(), threading.Lock()
+        self.receiving = set[PackWriter]()  # packs that come from peers
         with self.disk_errors():
             for directory in (packs, self.tmp, self.quarantine):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -175,18 +176,26 @@ class ObjectStore(ObjectReader):
     def salvage(self, path: Path) -> None:
         """Copy the intact objects of a damaged pack to a new one, and move the damaged one to `quarantine`."""
         writer = PackWriter(self.tmp, self.packs, is_foreign(path))
-        try:
-            with path.open("rb") as file:
-                for header, offset in scan_pack(path):
+        with path.open("rb") as file:
+            for offset in self._offsets(path):
+                with contextlib.suppress(CorruptChunk):
+                    header = decode_header(os.pread(file.fileno(), HEADER_BYTES, offset))
                     stored = read_stored(file, header, offset)
                     if self.is_intact(header, stored):
                         writer.add(header, stored)
-        except CorruptChunk:
-            pass  # everything before the break is copied
         writer.publish()
         path.rename(self.quarantine / path.name)
         self.index.drop_pack(path.stem)
         self.index.add(writer.name, writer.locations, writer.foreign)
+
+    def _offsets(self, path: Path) -> Iterator[int]:
+        """Yield where a pack's objects begin: as they tell up to a damaged header, and as the index has it from there on."""
+        last = 0
+        with contextlib.suppress(CorruptChunk):
+            for _, offset in scan_pack(path):
+                yield offset
+                last = offset
+        yield from sorted(where.offset for where in self.index.chunks_of(path.stem).values() if where.offset > last)
 
     def publish_pack(self, writer: PackWriter) -> None:
         try:
@@ -198,6 +207,10 @@ class ObjectStore(ObjectReader):
             self.index.add(writer.name, writer.locations, writer.foreign)
 
     # --- quotas and errors
+
+    def received_bytes(self, foreign: bool) -> int:
+        """Return the bytes that are coming from peers, and are in no quota yet; of other users' jobs only if `foreign`."""
+        return sum(pack.bytes_written for pack in tuple(self.receiving) if pack.foreign or not foreign)
 
     def stored_bytes(self) -> int:
         size = 0

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from ckptstore.encoding import Bytes
 from ckptstore.errors import CorruptChunk
+from ckptstore.messages import MAX_IDS
 from ckptstore.objects import ObjectStore
 from ckptstore.pack import (
     HEADER_BYTES,
@@ -16,6 +17,9 @@ from ckptstore.pack import (
     check_stored,
     open_chunk,
 )
+
+CHECK_BYTES = 16 << 20  # between two looks at the quotas (own choice)
+MOST_OBJECTS = 2 * MAX_IDS  # of a stream: the chunks of a message, each with a base
 
 
 class Receiver:
@@ -31,7 +35,9 @@ class Receiver:
         self._held: set[str] = set()
         self._lock = threading.Lock()
         self._ended = False
+        self._checked = 0  # bytes written when the quotas were looked at
         self._writer = PackWriter(store.tmp, store.packs, foreign)
+        store.receiving.add(self._writer)
         self.arrived: set[bytes] = set()  # complete chunks, including those that the store had already
 
     def feed(self, data: Bytes) -> int:
@@ -53,6 +59,11 @@ class Receiver:
                 self._take(header, stored)
                 self.arrived.add(header.id)
                 count += 1
+                if len(self.arrived) > MOST_OBJECTS:
+                    raise CorruptChunk(f"the peer sends more than {MOST_OBJECTS} chunks")
+            if self._writer.bytes_written - self._checked > CHECK_BYTES:
+                self._checked = self._writer.bytes_written
+                self._store.check_quota(self._store.received_bytes(self._writer.foreign), self._writer.foreign)
         return count
 
     def finish(self) -> int:
@@ -67,21 +78,23 @@ class Receiver:
         with self._lock:
             if self._ended:
                 return 0
-            self._ended = True
             try:
-                with self._store.disk_errors():
+                with self._store.disk_errors(), self._store.keeping:  # of two that fit only alone, one is kept
                     self._store.check_quota(self._writer.bytes_written, self._writer.foreign)
                     self._store.publish_pack(self._writer)
-            except BaseException:
-                self._writer.abort()
-                raise
+            finally:
+                self._end()
             return len(self._writer.locations)
 
     def abort(self) -> None:
         with self._lock:
             if not self._ended:
-                self._ended = True
-                self._writer.abort()
+                self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._store.receiving.discard(self._writer)
+        self._writer.abort()
 
     def _take(self, header: ObjectHeader, stored: Bytes) -> None:
         if not header.plain:  # else the stored bytes are the chunk, which is compared with its id

@@ -17,8 +17,8 @@ from ckptstore.chunker import Piece, label, split
 from ckptstore.cipher import StateCipher
 from ckptstore.codec import choose, encode
 from ckptstore.encoding import WIDTHS, Base, Bytes, Encoding
-from ckptstore.errors import BadPath, FileChanged
-from ckptstore.manifest import Chunk, FileEntry, check_link, check_path
+from ckptstore.errors import BadManifest, BadPath, FileChanged
+from ckptstore.manifest import MAX_BYTES, MAX_FILES, Chunk, FileEntry, check_link, check_path, check_text
 from ckptstore.pack import Location, PackWriter, chunk_name, read_at, wrap
 
 DIGITS = re.compile(r"\d+")  # digits of a path are usually the step
@@ -47,6 +47,7 @@ class Saver:
         self._encodings: dict[str, Encoding] = {}
         self._same_shape: Counter[str] = Counter()
         self._numbers: dict[bytes, int] = {}
+        self._bytes = 0
         self.lengths: list[int] = []
         self.files: list[FileEntry] = []
 
@@ -62,9 +63,13 @@ class Saver:
         except FileNotFoundError as error:
             raise FileChanged(f"{path} was removed while it was being saved") from error
         check_path(prefix)
+        check_text(prefix)
+        if len(self.files) >= MAX_FILES:
+            raise BadManifest(f"there are more than {MAX_FILES} files: pack small files into few large ones")
         if stat.S_ISLNK(info.st_mode):
             target = str(path.readlink())
             check_link(prefix, target)
+            check_text(target)
             self.files.append(FileEntry(prefix, info.st_mode, 0, (), target))
         elif stat.S_ISDIR(info.st_mode):
             self.files.append(FileEntry(prefix, info.st_mode, 0))
@@ -91,6 +96,9 @@ class Saver:
             before = os.fstat(descriptor)
             if not stat.S_ISREG(before.st_mode):
                 raise FileChanged(f"{path} was replaced while it was being saved")
+            self._bytes += before.st_size
+            if self._bytes > MAX_BYTES:
+                raise BadManifest(f"the files hold more than {MAX_BYTES >> 40} TiB (holes count) with {path}")
             pieces = split(lambda length, offset: os.pread(descriptor, length, offset), before.st_size)
             chunks = self._add_pieces(descriptor, key, pieces, path)
             after = path.lstat()

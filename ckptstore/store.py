@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,7 @@ from ckptstore.manifest import (
     Seal,
     Tree,
     Unseal,
+    check_size,
     decode_manifest,
     encode_manifest,
     manifest_id,
@@ -110,6 +112,7 @@ class Store(ObjectStore):
         self._known: dict[bytes, tuple[Manifest, int]] = {}  # with the sealed bytes; the oldest first
         self._known_bytes = 0
         self._infos: dict[bytes, ManifestInfo] = {}
+        self._wanted: dict[object, Collection[bytes]] = {}  # chunks of manifests that are being fetched
         with self.disk_errors():
             for directory in (self.manifest_files, self._fences):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -174,6 +177,7 @@ class Store(ObjectStore):
                     user=user,
                 )
                 sealed = seal(encode_manifest(manifest))
+                check_size(sealed)
                 self.check_quota(writer.bytes_written + _blocks(len(sealed)))
             except BaseException:
                 writer.abort()
@@ -339,6 +343,7 @@ class Store(ObjectStore):
 
     def _accept(self, sealed: bytes, manifest: Manifest, fence: FenceUse = "raise") -> bytes:
         identity = manifest_id(sealed)
+        self.missing(manifest.chunks)  # it holds the others, so that no collection removes them from here on
         with self.lock, self.disk_errors():
             missing = self.index.missing(manifest.chunks)
             if missing:
@@ -412,12 +417,30 @@ class Store(ObjectStore):
 
     # --- upkeep
 
-    def collect(self, *, min_age_s: float, now_unix: float, keep: Collection[bytes] = ()) -> CollectReport:
-        """Remove what neither a manifest nor `keep` reaches, from packs that were not touched for `min_age_s`."""
+    @contextmanager
+    def wanted(self, chunks: Collection[bytes]) -> Iterator[None]:
+        """Keep these chunks from being collected, once they are here: their manifest comes last."""
+        key = object()
+        with self.lock:
+            self._wanted[key] = chunks
+        try:
+            yield
+        finally:
+            with self.lock:
+                del self._wanted[key]
+
+    def packs_of(self, manifest: bytes) -> set[str]:
+        """Return the names of the packs that have the chunks of a manifest, or their bases."""
+        return {place.pack for chunk in self.manifest(manifest).chunks for place in self.index.places(chunk)}
+
+    def collect(self, *, min_age_s: float, now_unix: float) -> CollectReport:
+        """Remove what no manifest reaches, here or on its way, from packs that were not touched for `min_age_s`."""
         with self.disk_errors():
-            reachable = set(keep)
+            with self.lock:
+                reachable = set().union(*self._wanted.values())
             for info in self.manifests():
-                reachable.update(self.manifest(info.id).chunks)
+                with suppress(NotFound, BadManifest):  # forgotten or damaged meanwhile
+                    reachable.update(self.manifest(info.id).chunks)
             reachable = set(self.index.with_bases(reachable)[0])
             return collect(self, self.manifest_files, reachable, min_age_s=min_age_s, now_unix=now_unix)
 

@@ -8,13 +8,14 @@ unless the job has to leave (`departure_transfers.py`).
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from ckptstore.bandwidth import Bandwidth
+from ckptstore.checker import check_packs
 from ckptstore.errors import CorruptChunk, StoreError
 from ckptstore.fetch import Fetch, Request
 from ckptstore.manifest import MAX_MANIFEST_BYTES, decode_manifest
@@ -52,6 +53,8 @@ SLOW_AFTER_S, SLOW_BYTES_S = (
 )  # a peer slower than a tenth of Fast Ethernet gets a second beside it (own choice)
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class FetchError(RuntimeError):
@@ -299,10 +302,21 @@ class Replicator:
                 unsure.add(source)
             return str(error) if isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError) else None
 
-        problem = await fetched_chunks(plan, pull, fault, lambda got: tell(part(got, total)))
-        if problem:
-            raise FetchError(problem, unsure)
-        await asyncio.to_thread(self._store.accept_manifest, sealed, "ignore")
+        with self._store.wanted(wanted.chunks):
+            problem = await fetched_chunks(plan, pull, fault, lambda got: tell(part(got, total)))
+            if problem:
+                raise FetchError(problem, unsure)
+            await asyncio.to_thread(self._store.accept_manifest, sealed, "ignore")
+
+    async def mended(self, manifest: bytes, fetch: Callable[[], Awaitable[None]], read: Callable[[], T]) -> T:
+        """Return what `read` returns; if it finds a chunk of the checkpoint damaged here, `fetch` that first."""
+        try:
+            return await asyncio.to_thread(read)
+        except CorruptChunk as error:
+            log.warning("%s: what is damaged is fetched again", error)
+            await asyncio.to_thread(lambda: check_packs(self._store, only=self._store.packs_of(manifest)))
+            await fetch()
+            return await asyncio.to_thread(read)
 
     def _complete(self, manifest: bytes) -> bool:
         try:

@@ -18,7 +18,7 @@ from mesh.consensus.status import JobStatus
 from mesh.journal import Journal
 from mesh.model.spec import format_job
 
-COLLECT_MIN_AGE_S = 900.0  # longer than any upload between its chunks and its manifest; kopia uses 24 h, over WANs
+COLLECT_MIN_AGE_S = 900.0  # longer than from the last chunk of an upload to its manifest; kopia uses 24 h, over WANs
 FULL_SHARE = 0.9  # of what the store may take, or of its disk (own choice)
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ Names come from announcements. A manifest may come from any node, since only its
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -149,7 +150,9 @@ class DataDirectory:
                 continue
             if newest is None or (self.known[newest].number, newest) < (held.number, held.id):
                 unknown.setdefault(held.id, []).append(node)
-        some = list(unknown.items())[:LEARNED]
+        some = random.sample(
+            list(unknown.items()), min(LEARNED, len(unknown))
+        )  # false claims must not keep true ones waiting
         await asyncio.gather(*(self._ask_manifest(identity, nodes) for identity, nodes in some))
 
     async def _ask_manifest(self, identity: bytes, nodes: Sequence[NodeId]) -> None:

@@ -72,7 +72,7 @@ class BlobStore:
         self._sound: set[bytes] = set()
         self._known: dict[bytes, Manifest] = {}
         self._blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in (*self._blobs.glob("*.part"), *self._blobs.glob("*.push"), *self._blobs.glob("*.new")):
+        for left in self._blobs.glob("*.part"):
             left.unlink()
         self.tags: dict[str, bytes] = {}
         with suppress(FileNotFoundError, *MALFORMED):  # a name can be pushed again

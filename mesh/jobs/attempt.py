@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -487,26 +488,28 @@ class Attempt:
             (base / name).mkdir(parents=True)
         limit, restored = await asyncio.to_thread(self._disk_limit, base), 0
 
-        def restore(manifest: bytes, place: str, prefix: str) -> None:
+        async def restore(manifest: bytes, place: str, prefix: str, fetch: Callable[[], Awaitable[None]]) -> None:
             nonlocal restored
-            done = self._store.restore(
-                manifest, base / place, prefix=prefix, cipher=cipher, limit_bytes=max(0, limit - restored)
-            )
-            restored += done.bytes
+            at, room = base / place, max(0, limit - restored)
+            part = partial(self._store.restore, manifest, at, prefix=prefix, cipher=cipher, limit_bytes=room)
+            restored += (await self._replicator.mended(manifest, fetch, part)).bytes
 
         whole = commit is not None and self._dumps is not None
         if self.spec.workdir is not None and not whole:
             holders = [*self.spec.workdir_holders, *self._replica_policy().fallback]
-            await self._replicator.fetch(self.spec.workdir, holders, self._brings("working directory"))
-            await asyncio.to_thread(restore, self.spec.workdir, "work", "work")
+            brings = self._brings("working directory")
+            fetch = partial(self._replicator.fetch, self.spec.workdir, holders, brings)
+            await fetch()
+            await restore(self.spec.workdir, "work", "work", fetch)
         (base / "work").mkdir(exist_ok=True)
         if commit is not None:
-            await self._fetch_commit(record, commit)
+            fetch = partial(self._fetch_commit, record, commit)
+            await fetch()
             kept = commit.manifest
             self.writer.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
             parts = {"logs": "log", **{part: part for part in (("dump", *PARTS) if whole else ("ckpt",))}}
             for place, prefix in parts.items():
-                await asyncio.to_thread(restore, kept, place, prefix)
+                await restore(kept, place, prefix, fetch)
         (base / "ckpt").mkdir(exist_ok=True)
         (base / "logs").mkdir(exist_ok=True)
         if self.spec.checkpointing is not None and self._dumps is None:

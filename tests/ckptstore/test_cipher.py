@@ -15,7 +15,7 @@ from ckptstore.codec import encode
 from ckptstore.encoding import RAW, ZSTD, Encoding
 from ckptstore.errors import CorruptChunk, MissingChunks, MissingKey, StoreError
 from ckptstore.pack import HEADER_BYTES, ObjectHeader, check_stored, chunk_name, encode_header, open_chunk, wrap
-from tests.ckptstore.worlds import CIPHER, copy, damage, open_store, read_tree, save, write_tree
+from tests.ckptstore.worlds import CIPHER, chunk_id, copy, damage, open_store, read_tree, save, write_tree
 
 OTHER = StateCipher(b"another key of 32 bytes........!")
 SECRET = b"the weights of a model that nobody may see. "
@@ -65,6 +65,12 @@ def test_id_of_an_encrypted_chunk_does_not_confirm_a_guess() -> None:
     names = {chunk_name(SECRET, cipher).id for cipher in (None, CIPHER, OTHER)}
     assert len(names) == 3 and chunk_name(SECRET, CIPHER) == chunk_name(SECRET, StateCipher(CIPHER.key))
     assert chunk_name(SECRET).id not in {CIPHER.name(SECRET).inner, OTHER.name(SECRET).inner}
+
+
+def test_no_plain_chunk_has_the_id_of_an_encrypted_one() -> None:
+    """Realm and inner can be read from any encrypted chunk, and a plain chunk may have any bytes."""
+    name = CIPHER.name(b"the state")
+    assert chunk_id(CIPHER.realm + name.inner) != name.id
 
 
 def test_encryption_of_a_chunk_is_randomized() -> None:

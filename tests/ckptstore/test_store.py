@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -13,12 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptstore import collector, saver
+from ckptstore import manifest as manifest_module
+from ckptstore import receiver as receiver_module
 from ckptstore.checker import verify
 from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.cipher import StateCipher
 from ckptstore.codec import encode
 from ckptstore.collector import CollectReport
-from ckptstore.encoding import ZSTD, Encoding
+from ckptstore.encoding import ZSTD, Bytes, Encoding
 from ckptstore.errors import (
     BadManifest,
     BadPath,
@@ -46,7 +50,16 @@ from ckptstore.manifest import (
     encode_manifest,
     pack_tree,
 )
-from ckptstore.pack import HEADER_BYTES, Location, ObjectStream, PackWriter, chunk_name, decode_header, wrap
+from ckptstore.pack import (
+    HEADER_BYTES,
+    Location,
+    ObjectHeader,
+    ObjectStream,
+    PackWriter,
+    chunk_name,
+    decode_header,
+    wrap,
+)
 from ckptstore.store import BLOCK_BYTES, Fence, SavedManifest, Store
 from tests.ckptstore.worlds import (
     CIPHER,
@@ -250,6 +263,7 @@ REGULAR, LINK, DIRECTORY = 0o100644, 0o120777, 0o040755
         [FileEntry("c/l", LINK, 0, (), "../x")],
         [FileEntry("c/a/up", LINK, 0, (), ".."), FileEntry("c/out", LINK, 0, (), "a/up/..")],
         [FileEntry("c/l", LINK, 0, (), "d"), FileEntry("c/l/f", REGULAR, 0)],
+        [FileEntry("c/a", REGULAR, 0), FileEntry("c/a/f", REGULAR, 0)],
         [FileEntry("a", 0o060000, 0)],
         [FileEntry("a", DIRECTORY, 3)],
     ],
@@ -509,9 +523,20 @@ def test_pack_with_a_damaged_header_is_quarantined(place: int, tmp_path: Path) -
     (pack,) = (tmp_path / "store" / "packs").iterdir()
     damage(pack, place, 2)
     report = verify(store)
-    assert report.quarantined == (pack.name,) and report.damaged_manifests == (saved.id,)
-    again = save(store, tmp_path / "in", seq=2)
-    store.restore(again.id, tmp_path / "out", prefix="ckpt")
+    assert report.quarantined == (pack.name,) and report.damaged_manifests == ()
+    store.restore(saved.id, tmp_path / "out", prefix="ckpt")
+    store.close()
+
+
+def test_damaged_header_costs_one_chunk(tmp_path: Path) -> None:
+    write_tree(tmp_path / "in", {name: os.urandom(500) for name in "abc"})
+    store = open_store(tmp_path / "store")
+    saved = save(store, tmp_path / "in")
+    (pack,) = store.packs.iterdir()
+    chunks = sorted(store.index.chunks_of(pack.stem).items(), key=lambda chunk: chunk[1].offset)
+    damage(pack, chunks[1][1].offset)
+    verify(store)
+    assert store.missing(saved.manifest.chunks) == [chunks[1][0]]
     store.close()
 
 
@@ -557,6 +582,61 @@ def test_full_disk_keeps_earlier_checkpoints(tmp_path: Path) -> None:
     store.restore(first.id, tmp_path / "out", prefix="ckpt")
     assert read_tree(tmp_path / "out") == {"a": b"A" * 5000}
     assert save(store, tmp_path / "in", seq=2).new_bytes == 3_000_000 + HEADER_BYTES
+
+
+def test_what_no_manifest_can_hold_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path / "store")
+    for name, words in (("sparse", "more than 1 TiB"), ("caf\udce9", "is not UTF-8"), ("a" * 200, "over the limit")):
+        source = tmp_path / "in"
+        source.mkdir()
+        with monkeypatch.context() as bounded:
+            if words == "over the limit":
+                bounded.setattr(manifest_module, "MAX_MANIFEST_BYTES", 300)
+            with (source / name).open("wb") as file:
+                file.truncate((8 << 40) if name == "sparse" else 5)
+            with pytest.raises(BadManifest, match=words):
+                save(store, source)
+        shutil.rmtree(source)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "link").symlink_to("caf\udce9")
+    with pytest.raises(BadPath, match="is not UTF-8"):
+        save(store, tmp_path / "in")
+    assert not [*store.packs.iterdir(), *store.tmp.iterdir(), *store.manifest_files.iterdir()]
+
+
+def test_number_of_files_is_bounded_while_they_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "MAX_FILES", 3)
+    write_tree(tmp_path / "in", {name: b"" for name in "abc"})
+    with pytest.raises(BadManifest, match="more than 3 files"):
+        save(open_store(tmp_path / "store"), tmp_path / "in")
+
+
+def test_quota_ends_a_stream_that_exceeds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "CHECK_BYTES", 5000)
+    theirs = open_store(tmp_path / "theirs", quota_bytes=100_000)
+    one, two = theirs.receive(10**9), theirs.receive(10**9)
+    with pytest.raises(QuotaExceeded):
+        for _ in range(100):
+            one.feed(frame(os.urandom(1000)))
+            two.feed(frame(os.urandom(1000)))
+    taken = sum(path.stat().st_size for path in theirs.tmp.iterdir())
+    assert 90_000 < taken < 120_000, "what comes in at the same time counts together"
+    for receiver in (one, two):
+        receiver.abort()
+    assert theirs.received_bytes(foreign=False) == 0
+    three = theirs.receive(10**9)
+    three.feed(frame(b"fits"))
+    assert three.finish() == 1
+
+
+def test_number_of_chunks_of_a_stream_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "MOST_OBJECTS", 3)
+    receiver = open_store(tmp_path / "theirs").receive(10**9)
+    with pytest.raises(CorruptChunk, match="more than 3 chunks"):
+        for _ in range(4):
+            receiver.feed(frame(os.urandom(8)))
 
 
 def test_quota_is_enforced(tmp_path: Path) -> None:
@@ -746,6 +826,87 @@ def test_pack_held_during_its_collection_is_kept(tmp_path: Path, monkeypatch: py
     assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 0
     assert again[0].new_bytes == 0 and not list(store.tmp.iterdir())
     store.restore(again[0].id, tmp_path / "out", prefix="ckpt")
+
+
+def littered(store: Store, source: Path) -> SavedManifest:
+    """Make one pack that nothing needs, and one that is needed in part; return what needs that."""
+    write_tree(source, {"large": os.urandom(90_000), "small": os.urandom(5000)})
+    sparse = save(store, source, seq=1)
+    (source / "large").write_bytes(os.urandom(90_000))
+    kept = save(store, source, seq=2)
+    write_tree(source, {"large": os.urandom(70_000)})
+    dead = save(store, source, seq=3)
+    for saved in (sparse, dead):
+        store.forget(saved.id)
+    return kept
+
+
+def test_full_disk_keeps_no_collection_from_freeing_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path / "store")
+    littered(store, tmp_path / "in")
+
+    def full(*asked: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as filled:
+        filled.setattr(collector, "PackWriter", full)
+        with pytest.raises(DiskFull):
+            store.collect(min_age_s=0, now_unix=time.time() + 1000)
+    assert len(list(store.packs.iterdir())) == 2, "what nothing needs is gone"
+    assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 1
+
+
+def test_two_collections_at_once_remove_the_same_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path / "store")
+    kept = littered(store, tmp_path / "in")
+    done: list[CollectReport] = []
+    checked = collector.check_stored
+
+    def meanwhile(header: ObjectHeader, stored: Bytes) -> None:
+        monkeypatch.setattr(collector, "check_stored", checked)
+        done.append(store.collect(min_age_s=0, now_unix=time.time() + 1000))
+
+    monkeypatch.setattr(collector, "check_stored", meanwhile)
+    assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 1
+    assert done[0].packs == 1 and not list(store.tmp.iterdir())
+    store.restore(kept.id, tmp_path / "out", prefix="ckpt")
+
+
+def test_chunks_that_are_fetched_are_kept_until_their_manifest_comes(tmp_path: Path) -> None:
+    ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
+    write_tree(tmp_path / "in", {"a": os.urandom(5000)})
+    saved = save(ours, tmp_path / "in")
+    with theirs.wanted(saved.manifest.chunks):
+        receiver = theirs.receive(10**6)
+        for piece in ours.stream(saved.manifest.chunks):
+            receiver.feed(piece)
+        receiver.finish()
+        assert theirs.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 0
+    assert theirs.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 1
+
+
+def test_accepted_manifest_holds_its_chunks_against_a_running_collection(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    write_tree(tmp_path / "in", {"a": os.urandom(5000)})
+    saved = save(store, tmp_path / "in")
+    store.forget(saved.id)
+    for pack in store.packs.iterdir():
+        os.utime(pack, (0, 0))
+    store.accept_manifest(saved.sealed)
+    seen_before: set[bytes] = set()
+    collector.collect(store, store.manifest_files, seen_before, min_age_s=600, now_unix=time.time())
+    store.restore(saved.id, tmp_path / "out", prefix="ckpt")
+
+
+def test_manifest_that_is_damaged_or_forgotten_meanwhile_ends_no_collection(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    kept = littered(store, tmp_path / "in")
+    lost = save(store, tmp_path / "in", seq=4)
+    assert len(store.manifests()) == 2
+    damage(store.manifest_files / lost.id.hex(), 40)
+    store._drop_known(lost.id)
+    assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 2
+    store.restore(kept.id, tmp_path / "out", prefix="ckpt")
 
 
 def test_pack_with_a_damaged_chunk_is_not_rewritten(tmp_path: Path) -> None:

@@ -210,3 +210,13 @@ async def test_one_look_asks_for_a_bounded_number_of_manifests(mesh: Mesh) -> No
     mesh.announces(EVE, *(mesh.made(EVE, name=f"flood{number}") for number in range(LEARNED + 5)))
     await mesh.directory.learn()
     assert len(mesh.asked) == LEARNED
+
+
+async def test_claims_of_sets_that_nobody_gives_hide_no_other(mesh: Mesh) -> None:
+    false = [mesh.made(EVE, name=f"flood{number}") for number in range(2 * LEARNED)]
+    true = mesh.made(BOB, name="true")
+    mesh.announces(EVE, *false, gives=False)
+    mesh.announces(BOB, true)
+    for _ in range(60):  # each look finds it with a chance of a third
+        await mesh.directory.learn()
+    assert true[0] in mesh.directory.known

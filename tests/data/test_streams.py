@@ -104,13 +104,14 @@ async def test_file_is_read_before_the_others_have_come(streaming: Streaming) ->
 async def test_read_that_no_holder_can_serve_fails_and_is_told(
     streaming: Streaming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "READ_S", 0.3)
     streaming.hold_back_all_but("4")
-    stream = await streaming.join()
-    with pytest.raises(OSError) as failed:
-        await content(stream.path / "0")
-    assert failed.value.errno == errno.EIO
-    await until(lambda: stream.failed)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(streams, "READ_S", 0.3)
+        stream = await streaming.join()
+        with pytest.raises(OSError) as failed:
+            await content(stream.path / "0")
+        assert failed.value.errno == errno.EIO
+        await until(lambda: stream.failed)
     assert "a read of data set ada/set failed" in stream.failed and "it is off" in stream.failed
     assert stream.failed in streaming.notes
     # The next guest gets a stream of its own, whose reads have not failed.

@@ -3,15 +3,18 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from ckptstore.errors import DiskFull
 from ckptstore.messages import decode_chunk_request
-from ckptstore.pack import StoredObject
+from ckptstore.pack import Location, StoredObject
 from ckptstore.receiver import Receiver
 from ckptstore.store import SavedManifest, Store
 from membership.identity import Identity
@@ -20,7 +23,7 @@ from mesh.checkpoints.replicator import FetchError, Replicator
 from mesh.rpc import parallel_fetch, streams
 from mesh.rpc.client import Address
 from mesh.rpc.direct import DirectBody
-from tests.ckptstore.worlds import CIPHER, JOB, open_store, read_tree, save, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, damage, open_store, read_tree, save, write_tree
 from tests.rpc.nodes import client_of, node_named, serve
 
 HONEST, OTHER = node_named("h").node_id, node_named("o").node_id
@@ -128,6 +131,12 @@ def restored(world: World, saved: SavedManifest) -> bool:
     return read_tree(world.root / "out") == read_tree(world.root / "in")
 
 
+def place_of(world: World, chunk: bytes) -> Location:
+    where = world.ours.index.find(chunk)
+    assert where is not None
+    return where
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "IDLE_S", 0.5)
@@ -156,6 +165,35 @@ async def test_checkpoint_that_lost_a_chunk_is_fetched_again(world: World, monke
     monkeypatch.setattr(world.ours, "missing", lambda chunks: [chunk for chunk in chunks if chunk == lost])
     await replicator.fetch(saved.id, [HONEST])
     assert world.holders[HONEST].asked
+
+
+async def test_chunk_found_damaged_is_fetched_again(world: World) -> None:
+    saved = world.checkpoint()
+    replicator = await world.replicator(honest="")
+    await replicator.fetch(saved.id, [HONEST])
+    where = place_of(world, saved.manifest.chunks[3])
+    damage(world.ours.packs / f"{where.pack}.pack", where.offset + where.length - 1)
+    fetch = partial(replicator.fetch, saved.id, [HONEST])
+    assert await replicator.mended(saved.id, fetch, lambda: restored(world, saved))
+    where = place_of(world, saved.manifest.chunks[3])
+    damage(world.ours.packs / f"{where.pack}.pack", where.offset + where.length - 1)
+    with pytest.raises(FetchError):
+        await replicator.mended(saved.id, partial(replicator.fetch, saved.id, []), lambda: restored(world, saved))
+
+
+async def test_fetch_keeps_its_chunks_from_being_collected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch may take longer than the age at which a pack without a manifest is removed."""
+    saved = world.checkpoint()
+    replicator = await world.replicator(honest="")
+    accept = world.ours.accept_manifest
+
+    def later(*given: Any) -> bytes:
+        world.ours.collect(min_age_s=0, now_unix=time.time() + 1000)
+        return accept(*given)
+
+    monkeypatch.setattr(world.ours, "accept_manifest", later)
+    await replicator.fetch(saved.id, [HONEST])
+    assert restored(world, saved)
 
 
 @pytest.mark.parametrize("manner", MANNERS)
