@@ -373,7 +373,7 @@ class Daemon:
         """Make the handlers and open the three servers: for peers, for this machine, and for Prometheus if it is wanted."""
         trust, membership, store, jobs, peers = self.trust, self.membership, self._store, self._jobs, self._peers
         lookup = JobLookup(self._me, membership, self._journal, store, jobs, peers)
-        files = FileHandlers(store, jobs, peers, lookup)
+        files = FileHandlers(jobs, peers, lookup)
         logs = LogReader(membership, store, jobs, peers, lookup)
         self._tunnels = Tunnels(trust, membership, jobs, peers, lookup, self._settings.interactive)
         usage = UsageHandlers(trust.mesh_id, membership, jobs, peers, self._accounts, lookup)
@@ -414,7 +414,7 @@ class Daemon:
         identity, trust, membership, settings = self._identity, self.trust, self.membership, self._settings
         journal, store, jobs, peers = self._journal, self._store, self._jobs, self._peers
         data = DataHandlers(self._me, trust, membership, self._data)
-        job_handlers = JobHandlers(identity, trust, membership, journal, store, jobs, self._submissions, lookup)
+        job_handlers = JobHandlers(identity, trust, membership, journal, jobs, self._submissions, lookup)
         images = ImageHandlers(self._me, membership, self._library, jobs, peers)
         secrets = SecretHandlers(SecretVault(self._layout.secrets, identity), membership, settings.trusted)
         self._delivery = OutputDelivery(journal, jobs, job_handlers.pull)

@@ -208,7 +208,7 @@ from mesh.api.handlers.files import FileHandlers
 async def main():
     base = Path(sys.argv[1])
     jobs = SimpleNamespace(attempts={b"j": SimpleNamespace(base=base)})
-    handlers = FileHandlers(None, jobs, None, None)
+    handlers = FileHandlers(jobs, None, None)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sent = 0
     async for piece in handlers.running_files(b"j", "work"):

@@ -1,9 +1,9 @@
-"""`mesh cp` from a running job, whose guest changes its files meanwhile, and from a lender that stalls."""
+"""`mesh cp` from a running job, whose guest changes its files meanwhile, and from a lender that stalls; `submit --out`."""
 
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +13,13 @@ import pytest
 
 from mesh.api.file_stream import entries, packed
 from mesh.api.handlers import files
+from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.logs import LogReader
+from mesh.api.handlers.lookup import JobLookup
+from mesh.api.handlers.submission import OutputDelivery
 from mesh.rpc import streams
-from mesh.util.errors import MeshError
+from mesh.util.errors import ExitCode, MeshError
+from tests.ckptstore.worlds import open_store, save, write_tree
 
 
 def names(top: Path) -> list[str]:
@@ -115,7 +119,7 @@ async def fast() -> AsyncIterator[bytes]:
 
 async def copy(peer: Dripping) -> int:
     nothing: Any = None
-    handlers = files.FileHandlers(nothing, nothing, peer, nothing)  # type: ignore[arg-type]
+    handlers = files.FileHandlers(nothing, peer, nothing)  # type: ignore[arg-type]
     status: Any = SimpleNamespace(runner=b"lender", job=b"j" * 16)
     return sum([len(piece) async for piece in handlers._from_runner(status, "work")])
 
@@ -145,3 +149,73 @@ async def test_log_is_read_from_a_witness_if_the_host_never_ends_its_answer(
     reader = LogReader(nothing, nothing, nothing, Dripping(endless, opens), lookup)  # type: ignore[arg-type]
     async with asyncio.timeout(60):
         assert [piece async for piece in reader._from(b"lender", b"j" * 16, 0, 0, False, 0)] == []
+
+
+# --- files that a job published
+
+JOB = b"j" * 16
+
+
+class Finished:
+    """A job that is over, with one published file in this node's store, and what was done to bring it home."""
+
+    def __init__(self, directory: Path) -> None:
+        write_tree(directory / "in", {"weights": b"w"})
+        self.store = open_store(directory / "store")
+        manifest = save(self.store, directory / "in", job=JOB, prefix="out").id
+        self.status: Any = SimpleNamespace(
+            job=JOB, attempts=(), outcome=SimpleNamespace(manifest=manifest, holders=()), runner=None, commit=None
+        )
+        self.problem: Exception | None = None
+        self.told: list[tuple[str, str]] = []
+        self.requests: list[tuple[bytes, str]] = []
+        jobs: Any = SimpleNamespace(
+            replicator=SimpleNamespace(fetch=self._fetch),
+            mesh_view=SimpleNamespace(adverts=dict),
+            keyring=SimpleNamespace(known=lambda realm: None),
+            event_log=SimpleNamespace(add=lambda job, kind, reason, new: self.told.append((new, reason))),
+        )
+        nothing: Any = None
+        self.lookup = JobLookup(b"me", nothing, nothing, self.store, jobs, nothing)
+        self.lookup.find_job = lambda text: self.status  # type: ignore[method-assign]
+        handlers = JobHandlers(nothing, nothing, nothing, nothing, jobs, nothing, self.lookup)
+        journal: Any = SimpleNamespace(request_output=self._request)
+        self.delivery = OutputDelivery(journal, jobs, handlers.pull)
+
+    async def _fetch(self, manifest: bytes, sources: list[bytes]) -> None:
+        if self.problem is not None:
+            raise self.problem
+
+    async def _request(self, job: bytes, directory: str) -> None:
+        self.requests.append((job, directory))
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Iterator[Finished]:
+    world = Finished(tmp_path)
+    yield world
+    world.store.close()
+
+
+async def test_files_that_cannot_be_written_are_a_usage_error(finished: Finished, tmp_path: Path) -> None:
+    (tmp_path / "afile").touch()
+    for target in (tmp_path / "afile" / "x", tmp_path / ("n" * 300)):
+        with pytest.raises(MeshError, match="could not be written") as caught:
+            outcome = finished.status.outcome
+            await finished.lookup.restore(finished.status, outcome.manifest, outcome.holders, "out", target)
+        assert caught.value.code == ExitCode.USAGE
+
+
+async def test_delivery_gives_up_a_directory_that_cannot_be_written(finished: Finished, tmp_path: Path) -> None:
+    (tmp_path / "afile").touch()
+    await finished.delivery._deliver(JOB, str(tmp_path / "afile" / "x"), True)
+    assert [new for new, _ in finished.told] == ["not brought home"] and finished.requests == [(JOB, "")]
+
+
+async def test_delivery_takes_any_exception_as_a_failed_try(finished: Finished, tmp_path: Path) -> None:
+    finished.problem = RuntimeError("a fault of this program")
+    await finished.delivery._deliver(JOB, str(tmp_path / "home"), True)
+    assert finished.requests == []
+    finished.problem = None
+    await finished.delivery._deliver(JOB, str(tmp_path / "home"), True)
+    assert finished.requests == [(JOB, "")] and (tmp_path / "home" / "weights").read_bytes() == b"w"

@@ -10,7 +10,7 @@ from ckptstore.errors import StoreError
 from ckptstore.store import ManifestInfo, Store
 from membership.node import MembershipNode
 from mesh.api import schemas
-from mesh.api.handlers.lookup import JobLookup, free_bytes, require_free
+from mesh.api.handlers.lookup import JobLookup, require_free
 from mesh.checkpoints.replicator import FetchError
 from mesh.consensus.status import JobStatus
 from mesh.jobs.service import JobService
@@ -80,7 +80,7 @@ class CheckpointHandlers:
 
     async def pull(self, text: str, seq: int | None, destination: str) -> schemas.checkpoints.CheckpointPulled:
         """Write the files of a job's checkpoint (the last committed one, or one by number) to a new directory."""
-        store, target = self._store, Path(destination)
+        target = Path(destination)
         await require_free(target)
         status = self._lookup.find_job(text)
         self._lookup.check_owner(status)
@@ -89,23 +89,16 @@ class CheckpointHandlers:
             if status.commit is None:
                 raise MeshError(f"job {name} has no committed checkpoint yet", ExitCode.NOT_FOUND)
             manifest, seq, holders = status.commit.manifest, status.commit.seq, status.commit.holders
-            cipher = await self._lookup.fetch(status, manifest, holders)
         else:
-            infos = await asyncio.to_thread(store.manifests, status.job)
+            infos = await asyncio.to_thread(self._store.manifests, status.job)
             found = [info for info in infos if info.kind == "checkpoint" and info.seq == seq]
             if not found:
                 raise MeshError(
                     f"checkpoint {seq} of job {name} is not in this node's store: `mesh ckpt ls {name}` lists what is",
                     ExitCode.NOT_FOUND,
                 )
-            manifest = found[-1].id
-            cipher = await self._lookup.cipher_of(status, manifest)
-        try:
-            report = await asyncio.to_thread(
-                lambda: store.restore(manifest, target, prefix="ckpt", cipher=cipher, limit_bytes=free_bytes(target))
-            )
-        except (StoreError, OSError) as error:
-            raise MeshError(f"the checkpoint could not be written to {target}: {error}") from error
+            manifest, holders = found[-1].id, ()
+        report = await self._lookup.restore(status, manifest, holders, "ckpt", target)
         job, destination = format_job(status.job), str(target)
         return copy_as(schemas.checkpoints.CheckpointPulled, report, job=job, seq=seq, destination=destination)
 

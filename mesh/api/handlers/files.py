@@ -7,10 +7,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ckptstore.errors import StoreError
-from ckptstore.store import Store
 from mesh.api.file_stream import End, frame, packed
-from mesh.api.handlers.lookup import JobLookup, free_bytes
+from mesh.api.handlers.lookup import JobLookup
 from mesh.consensus.status import JobStatus
 from mesh.jobs.service import JobService
 from mesh.model.spec import format_job
@@ -28,8 +26,8 @@ class NoSuchFile(MeshError):
 
 
 class FileHandlers:
-    def __init__(self, store: Store, jobs: JobService, peers: PeerClient, lookup: JobLookup) -> None:
-        self._store, self._jobs, self._peers, self._lookup = store, jobs, peers, lookup
+    def __init__(self, jobs: JobService, peers: PeerClient, lookup: JobLookup) -> None:
+        self._jobs, self._peers, self._lookup = jobs, peers, lookup
 
     async def copy(self, text: str, path: str) -> AsyncIterator[bytes]:
         """Stream a file or directory of this user's job; MeshError before the first piece if it does not exist."""
@@ -86,20 +84,11 @@ class FileHandlers:
             raise MeshError(
                 f"job {name} does not run: of it there is ckpt/ (its last checkpoint) and out/ (what it published)"
             )
-        cipher = await self._lookup.fetch(status, manifest, holders)
         directory = TemporaryDirectory(prefix="mesh-cp-")
         try:
-            target = Path(directory.name) / place
-            await asyncio.to_thread(
-                lambda: self._store.restore(
-                    manifest, target, prefix=place, cipher=cipher, limit_bytes=free_bytes(target)
-                )
-            )
+            await self._lookup.restore(status, manifest, holders, place, Path(directory.name) / place)
             found = _within(Path(directory.name), f"{place}/{rest}")
-        except StoreError as error:
-            directory.cleanup()
-            raise MeshError(f"what the job has saved cannot be read: {error}") from error
-        except MeshError:
+        except BaseException:
             directory.cleanup()
             raise
 

@@ -8,15 +8,13 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET
 
-from ckptstore.errors import StoreError
-from ckptstore.store import Store
 from membership.envelope import seal
 from membership.identity import Identity, NodeId, format_id
 from membership.node import MembershipNode
 from membership.trust import TrustStore
 from mesh.api import schemas
 from mesh.api.handlers.gpus import room
-from mesh.api.handlers.lookup import JobLookup, find_node, free_bytes, nick_in, nicks_of, require_free
+from mesh.api.handlers.lookup import JobLookup, find_node, nick_in, nicks_of, require_free
 from mesh.api.queries import JobsQuery
 from mesh.api.requests import MigrateOrder
 from mesh.checkpoints.keys import NoKey
@@ -46,13 +44,12 @@ class JobHandlers:
         trust: TrustStore,
         membership: MembershipNode,
         journal: Journal,
-        store: Store,
         jobs: JobService,
         submissions: SubmissionRetry,
         lookup: JobLookup,
     ) -> None:
         self._identity, self._trust, self._membership = identity, trust, membership
-        self._journal, self._store, self._jobs = journal, store, jobs
+        self._journal, self._jobs = journal, jobs
         self._submissions, self._lookup = submissions, lookup
 
     def rows(self) -> list[schemas.jobs.Job]:
@@ -191,14 +188,7 @@ class JobHandlers:
             )
         target = Path(destination)
         await require_free(target)
-        try:
-            cipher = await self._lookup.fetch(status, status.outcome.manifest, status.outcome.holders)
-            kept = status.outcome.manifest
-            report = await asyncio.to_thread(
-                lambda: self._store.restore(kept, target, prefix="out", cipher=cipher, limit_bytes=free_bytes(target))
-            )
-        except StoreError as error:
-            raise MeshError(f"the results could not be written to {target}: {error}") from error
+        report = await self._lookup.restore(status, status.outcome.manifest, status.outcome.holders, "out", target)
         return copy_as(schemas.jobs.Pulled, report, job=format_job(status.job), destination=str(target))
 
     async def cancel(self, text: str) -> schemas.jobs.AllCancelled:

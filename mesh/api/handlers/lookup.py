@@ -1,6 +1,7 @@
 """Find the nodes and jobs that a request names, and what the mesh keeps of a job: its description, record, events and files."""
 
 import asyncio
+import errno
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from ckptstore.cipher import StateCipher
-from ckptstore.errors import StoreError
-from ckptstore.store import Store
+from ckptstore.errors import ReadOnlyStore, StoreError
+from ckptstore.store import RestoreReport, Store
 from membership.events import MemberView
 from membership.identity import NodeId, format_id, short_id
 from membership.malformed import MALFORMED
@@ -33,6 +34,8 @@ from placement.decision import replica_order
 EVENTS_WITHIN_S = 3.0
 HEARD_WITHIN_S = 2.0  # a gossip round, and a push-pull for what is too large for it
 NEW_S = 30.0  # after this, a job of an array that is not known here has been forgotten (own choice)
+# Errors of a path that no later try can write to.
+NO_DIRECTORY = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 Telling = tuple[bytes, Event, bool]
 
 
@@ -217,6 +220,26 @@ class JobLookup:
         except FetchError as error:
             raise MeshError(f"its files cannot be reached now: {error}") from error
         return await self.cipher_of(status, manifest)
+
+    async def restore(
+        self, status: JobStatus, manifest: bytes, holders: tuple[bytes, ...], prefix: str, target: Path
+    ) -> RestoreReport:
+        """Write the files of a checkpoint or result below `prefix` to a new directory; MeshError if that is impossible now.
+
+        Its code is that of wrong usage if `target` cannot be written.
+        """
+        cipher = await self.fetch(status, manifest, holders)
+        try:
+            return await asyncio.to_thread(
+                lambda: self._store.restore(
+                    manifest, target, prefix=prefix, cipher=cipher, limit_bytes=free_bytes(target)
+                )
+            )
+        except (StoreError, OSError) as error:
+            wrong = isinstance(error, ReadOnlyStore) or getattr(error, "errno", None) in NO_DIRECTORY
+            code = ExitCode.USAGE if wrong else ExitCode.ERROR
+            why = error.strerror if isinstance(error, OSError) else error
+            raise MeshError(f"the files could not be written to {target}: {why}", code) from error
 
     async def cipher_of(self, status: JobStatus, manifest: bytes) -> StateCipher | None:
         """Return the key to a manifest in this node's store; None if it is not encrypted."""

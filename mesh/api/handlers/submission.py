@@ -96,11 +96,13 @@ class OutputDelivery:
             if has_files:
                 answer = await self._pull(format_job(job), directory)
                 event_log.add(job, "state", f"{answer.files} files in {directory}", new="brought home")
-        except MeshError as error:
+        except Exception as error:  # an error of one delivery must not end the daemon
             self._failed[job] = self._failed.get(job, 0) + 1
-            if self._failed[job] < TRIES and error.code != ExitCode.USAGE:
+            usage = isinstance(error, MeshError) and error.code == ExitCode.USAGE
+            if self._failed[job] < TRIES and not usage:
                 return
-            log.warning("job %s: its files were not brought to %s: %s", format_job(job)[:8], directory, error)
+            name, trace = format_job(job)[:8], None if isinstance(error, MeshError) else error
+            log.warning("job %s: its files were not brought to %s: %s", name, directory, error, exc_info=trace)
             event_log.add(job, "state", str(error), new="not brought home")
         self._wanted.pop(job, None)
         await self._journal.request_output(job, "")
