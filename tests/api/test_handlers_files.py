@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 
 from mesh.api.file_stream import entries, packed
-from mesh.api.handlers import files
+from mesh.api.handlers import files, submission
 from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
 from mesh.api.handlers.submission import OutputDelivery
+from mesh.checkpoints.replicator import FetchError
 from mesh.rpc import streams
 from mesh.util.errors import ExitCode, MeshError
 from tests.ckptstore.worlds import open_store, save, write_tree
@@ -153,7 +155,7 @@ async def test_log_is_read_from_a_witness_if_the_host_never_ends_its_answer(
 
 # --- files that a job published
 
-JOB = b"j" * 16
+JOB, LATER = b"j" * 16, b"l" * 16
 
 
 class Finished:
@@ -173,18 +175,22 @@ class Finished:
             replicator=SimpleNamespace(fetch=self._fetch),
             mesh_view=SimpleNamespace(adverts=dict),
             keyring=SimpleNamespace(known=lambda realm: None),
+            job_table={JOB: self.status, LATER: self.status},
             event_log=SimpleNamespace(add=lambda job, kind, reason, new: self.told.append((new, reason))),
         )
         nothing: Any = None
         self.lookup = JobLookup(b"me", nothing, nothing, self.store, jobs, nothing)
         self.lookup.find_job = lambda text: self.status  # type: ignore[method-assign]
         handlers = JobHandlers(nothing, nothing, nothing, nothing, jobs, nothing, self.lookup)
-        journal: Any = SimpleNamespace(request_output=self._request)
+        journal: Any = SimpleNamespace(request_output=self._request, requested_outputs=self._none)
         self.delivery = OutputDelivery(journal, jobs, handlers.pull)
 
     async def _fetch(self, manifest: bytes, sources: list[bytes]) -> None:
         if self.problem is not None:
             raise self.problem
+
+    async def _none(self) -> dict[bytes, str]:
+        return {}
 
     async def _request(self, job: bytes, directory: str) -> None:
         self.requests.append((job, directory))
@@ -219,3 +225,31 @@ async def test_delivery_takes_any_exception_as_a_failed_try(finished: Finished, 
     finished.problem = None
     await finished.delivery._deliver(JOB, str(tmp_path / "home"), True)
     assert finished.requests == [(JOB, "")] and (tmp_path / "home" / "weights").read_bytes() == b"w"
+
+
+async def test_delivery_waits_for_holders_and_reports_that_once(finished: Finished, tmp_path: Path) -> None:
+    finished.problem = FetchError("none of its holders answers")
+    waits = []
+    for _ in range(50):
+        await finished.delivery._deliver(JOB, str(tmp_path / "home"), True)
+        waits.append(finished.delivery._due[JOB] - time.monotonic())
+    assert waits == pytest.approx([min(2.0**tried, 256.0) for tried in range(1, 51)], abs=1.0)
+    assert [new for new, _ in finished.told] == ["not brought home yet"] and finished.requests == []
+
+
+async def test_delivery_is_not_tried_before_its_time(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "LOOK_S", 0.0)
+    tried = asyncio.Event()
+
+    async def deliver(job: bytes, *arguments: object) -> None:
+        assert job == JOB
+        tried.set()
+
+    monkeypatch.setattr(finished.delivery, "_deliver", deliver)
+    finished.delivery._due[LATER] = time.monotonic() + 3600
+    for job in (LATER, JOB):
+        await finished.delivery.want(job, "/home/her/results")
+    running = asyncio.create_task(finished.delivery.run())
+    await asyncio.wait([running, asyncio.create_task(tried.wait())], return_when=asyncio.FIRST_COMPLETED)
+    assert not running.done()
+    running.cancel()

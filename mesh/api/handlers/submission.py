@@ -50,7 +50,8 @@ from placement.decision import cannot_ever, replica_order, witness_order
 WORKDIR_REPLICAS = 2
 SUBMITTED_AT_ONCE = 32  # jobs of one array
 LOOK_S = 1.0
-TRIES = 10  # failed deliveries of one job, a second apart, before it is given up and reported
+DOUBLINGS = 8  # of the wait between failed deliveries of one job, from LOOK_S to about four minutes (own choice)
+TOLD_AT = 5  # failed deliveries until they are reported: half a minute, in which a new daemon finds the holders
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class OutputDelivery:
         self._journal, self._jobs, self._pull = journal, jobs, pull
         self._wanted: dict[bytes, str] = {}
         self._failed: dict[bytes, int] = {}
+        self._due: dict[bytes, float] = {}
 
     async def want(self, job: bytes, directory: str) -> None:
         self._wanted[job] = directory
@@ -87,7 +89,8 @@ class OutputDelivery:
             await asyncio.sleep(LOOK_S)
             for job, directory in list(self._wanted.items()):
                 status = self._jobs.job_table.get(job)
-                if status is not None and status.outcome is not None:
+                due = time.monotonic() >= self._due.get(job, 0.0)
+                if due and status is not None and status.outcome is not None:
                     await self._deliver(job, directory, bool(status.outcome.manifest))
 
     async def _deliver(self, job: bytes, directory: str, has_files: bool) -> None:
@@ -97,13 +100,15 @@ class OutputDelivery:
                 answer = await self._pull(format_job(job), directory)
                 event_log.add(job, "state", f"{answer.files} files in {directory}", new="brought home")
         except Exception as error:  # an error of one delivery must not end the daemon
-            self._failed[job] = self._failed.get(job, 0) + 1
+            failed = self._failed[job] = self._failed.get(job, 0) + 1
             usage = isinstance(error, MeshError) and error.code == ExitCode.USAGE
-            if self._failed[job] < TRIES and not usage:
+            if usage or failed == TOLD_AT:
+                name, trace = format_job(job)[:8], None if isinstance(error, MeshError) else error
+                log.warning("job %s: its files were not brought to %s: %s", name, directory, error, exc_info=trace)
+                event_log.add(job, "state", str(error), new="not brought home" if usage else "not brought home yet")
+            if not usage:
+                self._due[job] = time.monotonic() + LOOK_S * 2 ** min(failed, DOUBLINGS)
                 return
-            name, trace = format_job(job)[:8], None if isinstance(error, MeshError) else error
-            log.warning("job %s: its files were not brought to %s: %s", name, directory, error, exc_info=trace)
-            event_log.add(job, "state", str(error), new="not brought home")
         self._wanted.pop(job, None)
         await self._journal.request_output(job, "")
 
