@@ -24,9 +24,13 @@ def node_meant(text: str, nicks: Mapping[str, str], *, whole: bool = False) -> s
     return fits[0]
 
 
-def job_name_meant(text: str, names: set[str]) -> str | None:
-    """Return the job name that equals `text` or starts with it; None if there is none. MeshError if several start with it."""
-    fits = sorted({text} & names or {name for name in names if text and name.startswith(text)})
+def job_name_meant(text: str, names: set[str], own: set[str]) -> str | None:
+    """Return the job name that equals `text`, or starts with it; None if there is none. `own`: names of the user's own jobs.
+
+    A full name beats prefixes, and of these one's own beat the others. MeshError if several are left.
+    """
+    begins = [{name for name in some if text and name.startswith(text)} for some in (own, names)]
+    fits = sorted({text} & names or begins[0] or begins[1])
     if len(fits) > 1:
         raise MeshError(f"{text!r} is ambiguous: {', '.join(fits)}", ExitCode.USAGE)
     return fits[0] if fits else None

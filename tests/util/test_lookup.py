@@ -1,9 +1,13 @@
 """Lookup of nodes and jobs: full names first, then prefixes, never a guess among several."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.api.handlers.lookup import JobLookup
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.lookup import job_name_meant, node_meant
 
@@ -46,10 +50,30 @@ def test_irreversible_commands_need_full_name() -> None:
         node_meant("desk-", NICKS, whole=True)
 
 
-@given(st.text(max_size=4), st.sets(st.text(min_size=1, max_size=4), max_size=5))
-def test_job_is_found_by_unique_prefix(text: str, names: set[str]) -> None:
+@given(st.text(max_size=4), *[st.sets(st.text(min_size=1, max_size=4), max_size=5)] * 2)
+def test_job_is_found_by_unique_prefix(text: str, others: set[str], own: set[str]) -> None:
+    names = own | others
     fits = {name for name in names if text and name.startswith(text)}
+    fits = fits & own or fits
     try:
-        assert job_name_meant(text, names) == (text if text in names else next(iter(fits), None))
+        assert job_name_meant(text, names, own) == (text if text in names else next(iter(fits), None))
     except MeshError:
         assert len(fits) > 1 and text not in names
+
+
+@pytest.mark.parametrize(
+    ("text", "job"),
+    [("train", b"2"), ("tra", b"2"), ("sweep", b"4"), ("eval", b"5"), ("s", b"4"), ("t", b"2")],
+)
+def test_name_means_the_newest_of_own_jobs_before_those_of_others(text: str, job: bytes) -> None:
+    named = [("her", "train"), ("her", "train"), ("his", "train"), ("her", "sweep"), ("his", "eval"), ("his", "test")]
+    rows = {
+        b"%d" % number: SimpleNamespace(
+            job=b"%d" % number, user=user, name=name, created_unix_ms=number, array=None, attempts=()
+        )
+        for number, (user, name) in enumerate(named, 1)
+    }
+    membership: Any = SimpleNamespace(credentials=SimpleNamespace(user="her"))
+    jobs: Any = SimpleNamespace(job_table=SimpleNamespace(all=lambda: rows))
+    nothing: Any = None
+    assert JobLookup(b"me", membership, nothing, nothing, jobs, nothing).find_job(text).job == job

@@ -102,7 +102,10 @@ class JobLookup:
             await asyncio.sleep(HEARD_WITHIN_S / 40)
 
     def find_job(self, text: str) -> JobStatus:
-        """Return the job with this id, name, prefix of either, or ARRAY_INDEX; MeshError if none or several match."""
+        """Return the job with this id, name, prefix of either, or ARRAY_INDEX; MeshError if none or several match.
+
+        Of jobs with the same name it is the newest of this user's own, else the newest.
+        """
         matches = self.find_jobs(text)
         if len(matches) > 1 and matches[0].array is not None:
             name = format_job(matches[0].array.array)[:8]
@@ -124,9 +127,11 @@ class JobLookup:
             if wanted and format_job(array.array).startswith(wanted):
                 arrays.setdefault(array.array, []).append(status)
         if not matches and not arrays:
-            name = job_name_meant(text, {status.name for status in statuses.values() if status.name})
-            named = [status for status in statuses.values() if status.name and status.name == name]
-            matches = sorted(named, key=lambda status: -status.created_unix_ms)[:1]
+            every = [status for status in statuses.values() if status.name]
+            own = {status.name for status in every if status.user == self.user}
+            name = job_name_meant(text, {status.name for status in every}, own)
+            named = [status for status in every if status.name == name]
+            matches = sorted(named, key=lambda status: (status.user != self.user, -status.created_unix_ms))[:1]
             if matches and matches[0].array is not None:
                 arrays = {b"": [s for s in named if s.array and s.array.array == matches[0].array.array]}
                 matches = []
