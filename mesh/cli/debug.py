@@ -1,14 +1,13 @@
 """`mesh debug devstack`, `api` and `completion`."""
 
 import json
-import signal
 import sys
 import time
-from types import FrameType
 
 import click
 
 from mesh.cli.output import print_json, print_text, say
+from mesh.cli.signals import cleaned_up
 from mesh.cli.terminal import engines_option, json_option
 
 COMPLETION_FILES = {
@@ -29,11 +28,9 @@ def devstack(nodes: int, slots: int, engines: tuple[str, ...], as_json: bool) ->
     """Run several real daemons on this machine until Ctrl-C. They find each other by mDNS on loopback."""
     from mesh.daemon.stack import Stack
 
-    def on_term(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, on_term)
-    with Stack(nodes, overrides={"slots": slots, "engines": list(engines or ("process",))}) as stack:
+    with cleaned_up() as cleanup:
+        overrides = {"slots": slots, "engines": list(engines or ("process",))}
+        stack = cleanup.enter_context(Stack(nodes, overrides=overrides))
         say(f"starting {nodes} daemons ...", err=True)
         try:
             stack.start_all()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +21,7 @@ from typing import Any
 import click
 
 from mesh.cli.output import say, table
+from mesh.cli.signals import cleaned_up
 from mesh.daemon.stack import Stack, StackNode
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.text import plural
@@ -65,7 +66,7 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         overrides: dict[str, Any] = {"slots": 1, "engines": [self._engine], "grace_s": 10.0}
-        with ExitStack() as cleanup:
+        with cleaned_up() as cleanup:
             image = cleanup.enter_context(self._image())
             self._say(f"starting {NODES} nodes on this machine; they find each other and form a mesh")
             stack = self._stack = cleanup.enter_context(Stack(NODES, overrides=overrides))

@@ -1,11 +1,8 @@
 """`mesh job rehearse`: test on this machine whether a job survives departures, and what they cost."""
 
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,13 +10,13 @@ import click
 from mesh.cli.job_options import job_options, make_order
 from mesh.cli.output import print_json, say, table
 from mesh.cli.progress import waiting_for
+from mesh.cli.signals import cleaned_up
 from mesh.cli.terminal import DURATION, json_option
 from mesh.util.byte_text import amount
 from mesh.util.text import plural
 
 if TYPE_CHECKING:
     from mesh.rehearsal.evaluation import Compared, Cost, Evaluation, Finding
-    from mesh.rehearsal.private_mesh import PrivateMesh
 
 GRACE_S = 30.0  # what a node gives by default (mesh/daemon/config.py)
 # The options of `mesh submit` that define the job; the others are about placement and time.
@@ -103,12 +100,14 @@ def rehearse(
         say(f"{time.monotonic() - begun:6.1f} s  {text}", err=True)
 
     from mesh.rehearsal.evaluation import evaluate
+    from mesh.rehearsal.private_mesh import PrivateMesh
     from mesh.rehearsal.rehearsal import Plan, Rehearsal
 
     grace_s = GRACE_S if options["grace"] is None else options["grace"]
     order["grace_s"] = grace_s
     engine = options["engine"] or ("docker" if options["image"] else "process")
-    with _private_mesh(engine) as mesh:
+    with cleaned_up() as cleanup:
+        mesh = cleanup.enter_context(closing(PrivateMesh(engine)))
         report("starting a mesh of three nodes on this machine")
         with waiting_for("waiting for the nodes to find each other"):
             mesh.open()
@@ -127,25 +126,6 @@ def rehearse(
 
 
 rehearse.params[:0] = _submit_options()[0]
-
-
-@contextmanager
-def _private_mesh(engine: str) -> "Iterator[PrivateMesh]":
-    """Remove all daemons and directories, however this ends, except by SIGKILL."""
-    from mesh.rehearsal.private_mesh import PrivateMesh
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
-    mesh = PrivateMesh(engine)
-    try:
-        yield mesh
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the clean-up
-        mesh.close()
 
 
 # --- printing

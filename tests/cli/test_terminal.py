@@ -1,5 +1,7 @@
-"""Parsing of durations, sizes, arrays and deadlines; tables; progress messages."""
+"""Parsing of durations, sizes, arrays and deadlines; tables; progress messages; the clean-up after signals."""
 
+import subprocess
+import sys
 import time
 from contextlib import redirect_stdout
 from io import StringIO
@@ -168,3 +170,33 @@ def test_progress_reports_slow_operations_only(
             time.sleep(0.05)
             heard = capsys.readouterr().err
     assert heard.startswith("mesh: waiting for the other side ... 2 s")
+
+
+CLEANED_UP = """
+import signal
+from mesh.cli.signals import cleaned_up
+
+def clean_up():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.raise_signal(number)
+    print("clean")
+
+with cleaned_up() as cleanup:
+    cleanup.callback(clean_up)
+    signal.raise_signal(signal.SIG)
+    print("went on")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_signals_end_a_command_but_not_its_clean_up(name: str) -> None:
+    program = CLEANED_UP.replace("signal.SIG)", f"signal.{name})")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "clean\n" and done.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_clean_up_leaves_a_hangup_that_nohup_ignores() -> None:
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    program = ignoring + CLEANED_UP.replace("signal.SIG)", "signal.SIGHUP)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "went on\nclean\n" and done.returncode == 0

@@ -58,7 +58,7 @@ def test_demo_in_containers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_devstack_runs_until_ctrl_c_and_leaves_nothing(as_json: bool) -> None:
+def test_devstack_runs_until_ctrl_c_or_hangup_and_leaves_nothing(as_json: bool) -> None:
     process = start(None, "debug", "devstack", "-n", "2", "--slots", "3", *(["--json"] if as_json else []))
     assert process.stdout is not None
     if as_json:
@@ -70,7 +70,7 @@ def test_devstack_runs_until_ctrl_c_and_leaves_nothing(as_json: bool) -> None:
     assert [row["nick"] for row in rows] == ["node1", "node2"] and rows[0]["slots"] == 3
     assert ok(None, "run", "--no-workdir", "--", "echo", "hello", MESH_STATE=str(states[1])) == "hello\n"
     pids = [read(state, "status")["pid"] for state in states]
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGHUP if as_json else signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 0 and not any(state.exists() for state in states)
     for pid in pids:
@@ -87,7 +87,7 @@ def test_interrupted_demo_leaves_nothing() -> None:
         assert line, "the demo ended early"
     daemons = mine(process.pid)
     assert len(daemons) == 5
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGHUP)
     process.communicate(timeout=90)
     assert process.returncode == 130
     until(lambda: not [pid for pid in daemons if exists(pid)], "the demo's daemons to end")
