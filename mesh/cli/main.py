@@ -144,11 +144,26 @@ class Mesh(LazyGroup):
         except BrokenPipeError:
             sys.stderr.close()  # the reader (head, less) has read enough
             ctx.exit(0)
+        except (OSError, UnicodeDecodeError) as error:
+            text, code = _file_error(error)
+            say(f"mesh: {text}", err=True)
+            ctx.exit(self._own_code(ctx, int(code)))
 
     @staticmethod
     def _own_code(ctx: click.Context, code: int) -> int:
         """Return the exit code of a failure of mesh itself: `run` reserves one, since it passes the job's codes through."""
         return int(ExitCode.NO_EXIT_CODE) if ctx.invoked_subcommand == "run" else code
+
+
+def _file_error(error: OSError | UnicodeDecodeError) -> tuple[str, ExitCode]:
+    """Return what to say about a file that could not be read or written, and the exit code."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"a file is not text in UTF-8 ({error.reason}): name a text file", ExitCode.USAGE
+    reason = error.strerror or str(error)
+    failed = f"{error.filename}: {reason}" if error.filename is not None else f"a file cannot be used: {reason}"
+    if isinstance(error, PermissionError):
+        return f"{failed}. Run this as the user of that file, or name another node with --state.", ExitCode.REFUSED
+    return f"{failed}. Correct that, and run the command again.", ExitCode.ERROR
 
 
 def other_release(state: str | None) -> str:

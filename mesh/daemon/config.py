@@ -111,10 +111,14 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
 
 def written_settings(path: Path) -> dict[str, object]:
     """Return the file's values, unchecked."""
-    if not path.exists():
-        return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Correct that, or name another node with --state."
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -3,8 +3,12 @@
 `python -m tests.cli.test_messages` records them again; review the difference like code.
 """
 
+import errno
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -49,6 +53,36 @@ def test_message_matches_recorded_text(line: str, expected: dict[str, str], tmp_
 def test_every_exit_code_is_documented(expected: dict[str, str]) -> None:
     codes = {int(block.rsplit(" ", 1)[1]) for block in expected.values()}
     assert codes <= {int(code) for code in ExitCode}
+
+
+def test_file_that_cannot_be_read_is_named_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    said = met(f"$ mesh join --file {tmp_path / 'binary'}", tmp_path / "s")
+    assert "! mesh: a file is not text in UTF-8" in said and said.endswith("exit 2")
+    (tmp_path / "s" / "config.toml").mkdir(parents=True)
+    said = met("$ mesh config ls", tmp_path / "s")
+    assert "STATE/config.toml cannot be read: Is a directory." in said and said.endswith("exit 1")
+
+    def failing(path: Path) -> bool:
+        raise problem
+
+    monkeypatch.setattr(Path, "is_dir", failing)
+    for number, text, code in (
+        (errno.EACCES, "Permission denied. Run this as", 5),
+        (errno.EIO, "Input/output error.", 1),
+    ):
+        problem = OSError(number, os.strerror(number), str(tmp_path / "s"))
+        for line in ("killall", "debug dump"):
+            said = met(f"$ mesh {line}", tmp_path / "s")
+            assert f"! mesh: STATE: {text}" in said and said.endswith(f"exit {code}")
+
+
+def test_full_disk_under_the_output_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mesh.cli", "--state", str(tmp_path), "config", "ls"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("mesh: a file cannot be used: No space left on device.")
+    assert "Traceback" not in done.stderr
 
 
 def names() -> list[str]:
