@@ -134,9 +134,12 @@ def parsed_setting(key: str, words: Sequence[str]) -> object:
     elif len(words) != 1:
         raise ConfigError(f"{key} has one value, not {len(words)}")
     try:
-        return msgspec.convert(given, hint, strict=False)
+        value: object = msgspec.convert(given, hint, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{key} is {_kind(hint)}, not {' '.join(words)!r}") from error
+    if value is None:  # msgspec reads `null` so
+        raise ConfigError(f"{key} is a number, not {words[0]!r}: `mesh config unset {key}` restores its default")
+    return value
 
 
 def _kind(hint: object) -> str:
@@ -181,6 +184,14 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
     ]:
         if quota is not None and not 0 <= quota < 2**30:
             raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
+    from mesh.model.spec import MAX_GRACE_S, MAX_LEASE_S, MIN_LEASE_S
+
+    for label, seconds, least, most in [
+        ("lease_s", settings.lease_s, MIN_LEASE_S, MAX_LEASE_S),
+        ("grace_s", settings.grace_s, 0, MAX_GRACE_S),
+    ]:
+        if not least <= seconds <= most:
+            raise ConfigError(f"{path}: {label} must be {least:g} to {most:g} seconds, not {seconds:g}")
     for label, days in (("image_keep_days", settings.image_keep_days), ("keep_days", settings.keep_days)):
         if not 0 <= days < 2**20:
             raise ConfigError(f"{path}: {label} must be a number of days from 0, not {days:g}")

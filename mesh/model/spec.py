@@ -338,6 +338,7 @@ MAX_DATA = 16
 DATA_NAME = re.compile(r"(?:[A-Za-z0-9_.@+-]{1,64}/)?[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 DATA_PATH = re.compile(r"/data(?:/[A-Za-z0-9_][A-Za-z0-9._-]{0,63}){1,8}")
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
+MAX_GRACE_S = 86_400
 
 
 def check_spec(spec: JobSpec) -> None:
@@ -401,8 +402,8 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError(str(error)) from error
     if spec.uv is not None and spec.saves_from_outside:
         raise SpecError("a system checkpoint saves no environment: leave out --uv, or choose another --ckpt-mode")
-    if not 0 <= spec.grace_s <= 86_400:
-        raise SpecError("grace must be 0 to 86400 seconds")
+    if not 0 <= spec.grace_s <= MAX_GRACE_S:
+        raise SpecError(f"grace must be 0 to {MAX_GRACE_S} seconds")
     if spec.checkpointing is not None:
         _check_checkpointing(spec.checkpointing)
     if spec.saves_from_outside and (spec.image is None or spec.engine not in {None, "docker"}):

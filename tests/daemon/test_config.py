@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.daemon.config import load_settings
+from mesh.daemon.config import load_settings, parsed_setting
 from mesh.daemon.layout import Layout, node_layout
+from mesh.model.spec import MIN_LEASE_S
 from mesh.util.errors import ConfigError
 
 
@@ -33,6 +34,29 @@ def test_invalid_upload_budgets_are_refused(tmp_path: Path, value: str) -> None:
     (tmp_path / "config.toml").write_text(f"upload_mbps = {value}")
     with pytest.raises(ConfigError, match="upload_mbps"):
         load_settings(tmp_path / "config.toml", {})
+
+
+@pytest.mark.parametrize("key", ["lease_s", "grace_s"])
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "-inf", "86400.5"])
+def test_times_that_no_job_may_have_are_refused(tmp_path: Path, key: str, value: str) -> None:
+    (tmp_path / "config.toml").write_text(f"{key} = {value}")
+    with pytest.raises(ConfigError, match=f"{key} must be .* seconds"):
+        load_settings(tmp_path / "config.toml", {})
+
+
+def test_bounds_of_times_are_those_of_jobs(tmp_path: Path) -> None:
+    for text in ("lease_s = 0", "lease_s = 0.05"):
+        (tmp_path / "config.toml").write_text(text)
+        with pytest.raises(ConfigError, match="lease_s must be"):
+            load_settings(tmp_path / "config.toml", {})
+    (tmp_path / "config.toml").write_text(f"lease_s = {MIN_LEASE_S}\ngrace_s = 0")
+    assert load_settings(tmp_path / "config.toml", {}).grace_s == 0
+
+
+@pytest.mark.parametrize("word", ["null", "NULL"])
+def test_no_word_stands_for_an_unset_number(word: str) -> None:
+    with pytest.raises(ConfigError, match="store_quota_gib"):
+        parsed_setting("store_quota_gib", [word])
 
 
 @pytest.mark.parametrize(
