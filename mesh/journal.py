@@ -29,6 +29,7 @@ DISK_BYTES = 8  # of a journal's random name
 log = logging.getLogger(__name__)
 
 EVENTS_KEPT = 20_000  # about jobs: 4 MB; older ones are deleted
+EVENTS_READ = 1000  # events about jobs in one answer (own choice)
 AUDIT_KEPT = 20_000  # events of the node itself, kept apart so that busy jobs do not displace them (own choice)
 NOTED_S = 0.25  # until notes are written without a witness record to go with (own choice)
 TRIM_EVERY = 1000  # rows written between trims (own choice)
@@ -310,7 +311,7 @@ class Journal:
             finally:
                 self._hurry.clear()
 
-    async def events(self, job: bytes | None, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
+    async def events(self, job: bytes | None, after: int, limit: int = EVENTS_READ) -> list[tuple[int, bytes]]:
         """Return the sealed events of a job, or of all, with ids above `after`, oldest first; at most the newest `limit`."""
         await self._note_now()
 

@@ -513,14 +513,16 @@ def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_jso
     daemon, seen, looks = client(ctx), set(), 0
     if job and audit:
         raise click.UsageError("--audit is about this node: leave out JOB")
-    path = "/v1/events" + (f"?job={quote(job)}" if job else "?audit=true" if audit else "")
+    path = "/v1/events" + (f"?job={quote(job)}" if job else f"?audit={str(audit).lower()}&after=")
+    last = 0
     while True:
-        answer = daemon.get(path)
+        answer = daemon.get(path if job else f"{path}{last}")
         if as_json and not watch:
             print_json(answer)
             return
         fresh = [event for event in answer["events"] if (event["node"], event["job"], event["seq"]) not in seen]
         seen |= {(event["node"], event["job"], event["seq"]) for event in fresh}
+        last = max((event["id"] for event in fresh if not job), default=last)
         for event in fresh:
             say(json.dumps(event) if as_json else _event_line(event))
         if not watch or (job and any(event["kind"] == "end" for event in answer["events"])):

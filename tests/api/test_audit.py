@@ -9,8 +9,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.schemas.owner import Leaving
 from mesh.api.server import application
+from mesh.journal import EVENTS_READ, Journal
+from mesh.model.events import Event
 from mesh.util.errors import ExitCode, MeshError
 
 
@@ -60,3 +63,20 @@ async def test_audit_omits_the_specification_of_a_job(tmp_path: Path, handlers: 
     handlers.submission.submit.side_effect = RuntimeError("disk full: hunter2")
     words = await audited(tmp_path, "/v1/jobs", body, handlers)
     assert "name=night" in words and words.endswith(": failed: RuntimeError") and "hunter2" not in words
+
+
+async def test_every_audit_entry_that_is_kept_can_be_read(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    for seq in range(EVENTS_READ + 5):
+        for job in (None, b"j" * 16):
+            event = Event(job, seq, unix_ms=seq, kind="audit", new="down")
+            journal.record_event(b"me", event, b"%d" % seq)
+    jobs = Mock()
+    jobs.event_log.open = lambda sealed: (b"me", Event(None, int(sealed), unix_ms=0, kind="audit"))
+    membership = Mock()
+    membership.members.return_value = []
+    handlers = JobHandlers(Mock(), Mock(), membership, journal, jobs, Mock(), Mock())
+    assert [event.seq for event in await handlers.events(None, 0, audit=True)] == list(range(EVENTS_READ + 5))
+    assert len(await handlers.events(None, 0)) == EVENTS_READ
+    await journal.close()

@@ -188,3 +188,21 @@ def test_unreadable_answer_names_the_release_of_the_daemon(tmp_path: Path, versi
             f"mesh: the daemon here runs campus-mesh 0.0.9, this command is {VERSION}: "
             "restart the daemon with `mesh down` and `mesh up`\n"
         )
+
+
+def test_watched_audit_asks_for_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(number: int) -> dict[str, Any]:
+        told = {"id": number, "seq": number, "node": "abc234", "job": None, "actor": "desk"}
+        return {"events": [{**told, "unix_ms": 0, "text": f"entry {number}"}]}
+
+    waits = iter([None])
+
+    def wait(seconds: float) -> None:
+        if next(waits, "over"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("mesh.cli.jobs.time.sleep", wait)
+    path = "/v1/events?audit=true&after="
+    with daemon(tmp_path, {f"{path}0": entry(7), f"{path}7": entry(8)}):
+        done = run(tmp_path, "job", "events", "--audit", "-w")
+    assert [line.rpartition("  ")[2] for line in done.stdout.splitlines()] == ["entry 7", "entry 8"]

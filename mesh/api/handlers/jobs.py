@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,7 @@ from mesh.consensus.status import JobStatus
 from mesh.jobs.mesh_view import instant
 from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
-from mesh.journal import Journal
+from mesh.journal import AUDIT_KEPT, EVENTS_READ, Journal
 from mesh.model.events import Event, describe
 from mesh.model.spec import SpecError, attempt_request, format_job
 from mesh.util.errors import ExitCode, MeshError
@@ -129,28 +129,17 @@ class JobHandlers:
     async def events(self, job: str | None, after: int, audit: bool = False) -> list[schemas.jobs.Event]:
         """Return a job's events from all nodes that take part in it; without a job, this node's own events after id `after`.
 
-        `audit`: only events about the node itself.
+        `audit`: only events about the node itself, all that are kept; else the newest `EVENTS_READ`.
         """
         event_log, status = self._jobs.event_log, self._lookup.find_job(job) if job else None
-        own = await self._journal.events(status.job if status is not None else b"" if audit else None, after)
-        if status is None:
-            found = [(number, *event_log.open(sealed)) for number, sealed in own]
-            return [self._event(actor, event, id=number) for number, actor, event in found]
-        return [self._event(actor, event, gap=gap) for actor, event, gap in await self._lookup.events_of(status, own)]
-
-    def _event(self, actor: bytes, event: Event, **place: int) -> schemas.jobs.Event:
-        nicks = self._around()[0]
-        target = nick_in(nicks, event.target) if event.target is not None else ""
-        return copy_as(
-            schemas.jobs.Event,
-            event,
-            job=format_job(event.job) if event.job else None,
-            actor=nick_in(nicks, actor),
-            node=format_id(actor),
-            target=target,
-            text=describe(event, target),
-            **{"id": UNSET, "gap": UNSET, **place},
-        )
+        of, most = (b"", AUDIT_KEPT) if audit else (None, EVENTS_READ)
+        own = await self._journal.events(status.job if status is not None else of, after, most)
+        nicks = nicks_of(self._membership)
+        if status is None:  # a thread checks the signatures, since the audit log is long
+            return await asyncio.to_thread(
+                lambda: [_event(nicks, *event_log.open(sealed), id=number) for number, sealed in own]
+            )
+        return [_event(nicks, actor, event, gap=gap) for actor, event, gap in await self._lookup.events_of(status, own)]
 
     async def describe(self, text: str) -> schemas.jobs.Described:
         """Return a job's status, spec and last events, with every attempt that its witnesses know."""
@@ -283,6 +272,20 @@ class JobHandlers:
             checkpoint=None if commit is None else copy_as(schemas.jobs.At, commit),
             checkpoint_unix_ms=None if commit is None else commit.created_unix_ms,
         )
+
+
+def _event(nicks: Mapping[NodeId, str], actor: bytes, event: Event, **place: int) -> schemas.jobs.Event:
+    target = nick_in(nicks, event.target) if event.target is not None else ""
+    return copy_as(
+        schemas.jobs.Event,
+        event,
+        job=format_job(event.job) if event.job else None,
+        actor=nick_in(nicks, actor),
+        node=format_id(actor),
+        target=target,
+        text=describe(event, target),
+        **{"id": UNSET, "gap": UNSET, **place},
+    )
 
 
 def _stranded(gone: list[str], of: int) -> str:
