@@ -25,10 +25,18 @@ from mesh.execution.process import subtree
 from mesh.journal import JournalError
 from mesh.util import capabilities
 from mesh.util.errors import ConfigError, MeshError
+from mesh.util.sanitize import fit
 
 EXPECTED = (MeshError, IdentityError, TrustError, ConfigError, JournalError, PortInUse, StoreError)
 
 log = logging.getLogger("mesh.daemon.daemon")
+
+
+class LogFormatter(logging.Formatter):
+    """Formats a log line that may hold text of others: it moves no cursor, and its further lines are indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n    ".join(fit(super().format(record)).splitlines())
 
 
 def main() -> None:
@@ -40,7 +48,9 @@ def main() -> None:
     parser.add_argument("--log", action="store_true", help="write all output to the state directory's log")
     options = parser.parse_args()
     layout = Layout(Path(options.state).resolve(), Path(options.config).resolve() if options.config else None)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    output = logging.StreamHandler()
+    output.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[output])
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
     try:
         if options.log:

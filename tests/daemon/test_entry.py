@@ -1,10 +1,13 @@
-"""The start of a daemon: what it leaves of its environment, and what it does not load."""
+"""The start of a daemon: what it leaves of its environment, what it does not load, and the form of its log."""
 
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
+
+from mesh.daemon.process import LogFormatter
 
 RARE = {"cryptography", "h11", "numpy", "packaging", "pathspec", "rich", "zeroconf"}
 START = f"""
@@ -25,3 +28,16 @@ def test_start_keeps_environment_and_loads_no_library_that_few_nodes_need(author
         [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert loaded.stdout.splitlines() == [str(authorities), ""], loaded.stderr
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x0b", "\x85", "\u2028"])
+def test_text_of_others_makes_no_log_line_of_its_own(end: str) -> None:
+    forged = f"x{end}2026-01-01 00:00:00,000 ERROR mesh: forged \x1b[2J"
+    try:
+        raise ValueError(forged)
+    except ValueError:
+        told = logging.LogRecord("mesh", logging.INFO, "", 0, "a session begins: %s", (forged,), sys.exc_info())
+    said = LogFormatter("%(asctime)s %(message)s").format(told)
+    first, *more = said.splitlines()
+    assert "a session begins: x" in first and "\x1b" not in said and more
+    assert all(line.startswith("    ") for line in more)
