@@ -74,7 +74,7 @@ def dump(ctx: click.Context, output: str | None, as_json: bool) -> None:
     """
     where = layout(ctx)
     if not where.root.is_dir():
-        raise MeshError(f"there is no node at {where.root}: `mesh --state DIR dump`", ExitCode.NOT_FOUND)
+        raise MeshError(f"there is no node at {where.root}: `mesh --state DIR debug dump`", ExitCode.NOT_FOUND)
     target = Path(output or time.strftime("mesh-dump-%Y%m%d-%H%M%S.tar.gz")).absolute()
     if target.exists():
         raise MeshError(f"{target} exists already: name another file with -o")

@@ -157,3 +157,9 @@ def test_dump_warns_about_unreadable_journal(tmp_path: Path) -> None:
     done = dumped(where, "-o", str(tmp_path / "x.tar.gz"))
     assert done.exit_code == 0 and "some secrets could not be read" in done.stderr
     assert sqlite3.sqlite_version
+
+
+def test_node_that_does_not_exist_is_told_how_to_name_one(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["--state", str(tmp_path / "none"), "debug", "dump"], prog_name="mesh")
+    command = done.stderr.split("`")[1].removeprefix("mesh ").replace("DIR", str(tmp_path)).split()
+    assert done.exit_code == 4 and CliRunner().invoke(cli, [*command, "--help"]).exit_code == 0
