@@ -7,9 +7,11 @@ from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from membership.envelope import seal
 from membership.identity import Identity
+from mesh.api.handlers import peers
 from mesh.api.handlers import usage as module
 from mesh.api.handlers.usage import Told, UsageHandlers
 from mesh.gpus.receipts import KIND, Receipt, encode_receipt
@@ -77,3 +79,10 @@ async def test_usage_counts_only_receipts_signed_by_the_lending_node(monkeypatch
     cut = await flood.usage(86_400, "node", here=False)
     assert cut.silent == ["liar", "silent"] and cut.cut == ["honest"]
     assert {row.name: row.attempts for row in cut.rows}["honest"] == 3
+
+
+@pytest.mark.parametrize("text", ["²", "٣", "-1", "1.0", "", "1" * 16])
+def test_peers_give_numbers_in_ascii_digits(text: str) -> None:
+    assert peers._number("0123") == 123
+    with pytest.raises(web.HTTPBadRequest):
+        peers._number(text)

@@ -436,7 +436,7 @@ def _hex(text: str, length: int) -> bytes:
 
 
 def _number(text: str) -> int:
-    if not text.isdigit() or len(text) > 15:
+    if not (text.isascii() and text.isdigit()) or len(text) > 15:
         raise web.HTTPBadRequest(text="not a number")
     return int(text)
 
