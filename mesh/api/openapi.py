@@ -102,10 +102,10 @@ def _in_query(asked: type[Any]) -> list[dict[str, Any]]:
     if asked is Nothing:
         return []
     text = (asked.__doc__ or "").strip()
-    fields = _schema(asked)["properties"].items()
+    query = _schema(asked)
     return [
-        {"name": name, "in": "query", "required": False, "description": text, "schema": schema}
-        for name, schema in fields
+        {"name": name, "in": "query", "required": name in query["required"], "description": text, "schema": schema}
+        for name, schema in query["properties"].items()
     ]
 
 

@@ -33,6 +33,17 @@ def test_document_matches_the_routes() -> None:
     assert all(operation["summary"].endswith(".") for operation in operations)
 
 
+def test_parameters_without_a_default_are_required() -> None:
+    paths = document(ROUTES)["paths"]
+    required = {
+        (path, field["name"])
+        for path, methods in paths.items()
+        for field in methods.get("get", {}).get("parameters", [])
+        if field["in"] == "query" and field["required"]
+    }
+    assert required == {("/v1/data/show", "name"), ("/v1/data/work", "kind"), ("/v1/data/work", "name")}
+
+
 def test_document_is_valid_openapi() -> None:
     import schemathesis
 
