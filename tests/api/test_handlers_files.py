@@ -18,10 +18,13 @@ from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
 from mesh.api.handlers.submission import OutputDelivery
+from mesh.api.requests import SubmitOrder
 from mesh.checkpoints.replicator import FetchError
+from mesh.model.spec import SpecError, check_spec
 from mesh.rpc import streams
 from mesh.util.errors import ExitCode, MeshError
 from tests.ckptstore.worlds import open_store, save, write_tree
+from tests.consensus.worlds import make_spec
 
 
 def names(top: Path) -> list[str]:
@@ -253,3 +256,11 @@ async def test_delivery_is_not_tried_before_its_time(finished: Finished, monkeyp
     await asyncio.wait([running, asyncio.create_task(tried.wait())], return_when=asyncio.FIRST_COMPLETED)
     assert not running.done()
     running.cancel()
+
+
+def test_environment_without_a_command_is_left_to_the_check_of_the_description(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "uv.lock"):
+        (tmp_path / name).touch()
+    assert submission._command(SubmitOrder(argv=[], uv=True, workdir=str(tmp_path)))["argv"] == ()
+    with pytest.raises(SpecError, match="needs a command"):
+        check_spec(make_spec(argv=()))

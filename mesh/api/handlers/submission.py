@@ -303,7 +303,7 @@ def _command(order: SubmitOrder) -> dict[str, Any]:
             hint = "or a script with inline metadata (PEP 723)" if name == "pyproject.toml" else "makes it"
             command = "uv init" if name == "pyproject.toml" else project.lock_command
             raise MeshError(f"--uv: {here} has no {name}: `{command}` {hint}", ExitCode.USAGE)
-    runs_itself = order.argv[0].endswith(".py")
+    runs_itself = any(word.endswith(".py") for word in order.argv[:1])
     return {"argv": (*(("python",) if runs_itself else ()), *order.argv), "uv": project}
 
 
