@@ -272,8 +272,9 @@ class Forwarder:
         try:
             self._server = await asyncio.start_server(self._connected, LOOPBACK, port, limit=PIECE_BYTES)
         except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own text has the address, too
             raise MeshError(
-                f"port {port} on {LOOPBACK} is in use: choose another local port, as `{port + 1}:...`, or none",
+                f"port {port} on {LOOPBACK} cannot be used ({reason}): choose another local port from 1024 on, or none",
                 ExitCode.USAGE,
             ) from error
         return int(self._server.sockets[0].getsockname()[1])

@@ -1,13 +1,19 @@
 """Keys on a session's terminal, and its command-line options."""
 
+import asyncio
+import errno
+import os
+from typing import Any
+
 import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.cli.interactive import _parse_forward
-from mesh.cli.tunnel import Escape
+from mesh.cli.tunnel import Escape, Forwarder
 from mesh.jobs.tunnel_targets import TunnelTarget, parse_target
+from mesh.util.errors import MeshError
 
 
 @pytest.mark.parametrize(
@@ -67,3 +73,17 @@ def test_tunnel_target_parser_accepts_or_raises(text: str) -> None:
     except ValueError:
         return
     assert text == "exec" or 1 <= way.port <= 65_535 or "/" not in way.socket not in {"", ".", ".."}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL])
+async def test_port_that_cannot_be_used_is_refused_with_the_reason(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*arguments: object, **more: object) -> None:
+        raise OSError(number, "error while attempting to bind on address ('127.0.0.1', 80): refused")
+
+    monkeypatch.setattr(asyncio, "start_server", refused)
+    nothing: Any = None
+    with pytest.raises(MeshError) as caught:
+        await Forwarder(nothing, "job", "port-80", print).listen(80)
+    assert f"port 80 on 127.0.0.1 cannot be used ({os.strerror(number)}): choose another" in str(caught.value)
