@@ -89,7 +89,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     findings = diagnose(facts)
     failed = any(finding.state == "fail" for finding in findings)
     if as_json:
-        print_json({"schema": 1, "healthy": not failed, "findings": [msgspec.to_builtins(f) for f in findings]})
+        print_json({"healthy": not failed, "findings": [msgspec.to_builtins(f) for f in findings]})
     else:
         signs = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
         for finding in findings:

@@ -88,7 +88,7 @@ def dump(ctx: click.Context, output: str | None, as_json: bool) -> None:
         bundle["README.txt"] = redacted(_readme(summary).encode(), secrets)
         size = _write(target, bundle)
     if as_json:
-        print_json({"schema": 1, "file": str(target), "bytes": size, **summary})
+        print_json({"file": str(target), "bytes": size, **summary})
         return
     say(str(target))
     say(f"{plural(len(bundle), 'file')}, {size} bytes; it has names and commands: read it before you send it", err=True)

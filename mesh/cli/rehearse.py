@@ -119,7 +119,7 @@ def rehearse(
 
         found = msgspec.to_builtins(evaluation)
         seconds = round(time.monotonic() - begun, 1)
-        print_json({"schema": 1, "exit_code": evaluation.exit_code, **found, "seconds": seconds})
+        print_json({"exit_code": evaluation.exit_code, **found, "seconds": seconds})
     else:
         _show(evaluation)
     sys.exit(evaluation.exit_code)

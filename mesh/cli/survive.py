@@ -141,7 +141,7 @@ def evaluate_(
             raise MeshError(f"{', '.join(map(str, traces))}: {error}", ExitCode.USAGE) from error
     rows = outcome.rows()
     if as_json:
-        print_json({"schema": 1, "rows": [msgspec.to_builtins(row) for row in rows], "notes": list(outcome.notes)})
+        print_json({"rows": [msgspec.to_builtins(row) for row in rows], "notes": list(outcome.notes)})
         return
     table(
         ["MODEL", "MINUTES", "N", "LOG-LOSS", "BRIER", "AUC", "ECE"],
