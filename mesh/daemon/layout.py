@@ -3,13 +3,10 @@
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from membership.durable import write_durably
 from mesh.util.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 CLOSED = 0o700  # of the state directory
 
