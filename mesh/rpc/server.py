@@ -57,6 +57,17 @@ def peer_of(request: web.Request) -> NodeId:
     return tls.peer
 
 
+def id_in(request: web.Request, name: str, length: int) -> bytes:
+    """Return the id of that many bytes, in hex, that the request's path has as `name`; HTTPBadRequest if it is none."""
+    try:
+        found = bytes.fromhex(request.match_info[name])
+    except ValueError as error:
+        raise web.HTTPBadRequest(text="not an id") from error
+    if len(found) != length:
+        raise web.HTTPBadRequest(text="not an id")
+    return found
+
+
 class Handshakes:
     """Limits how many handshakes begin: from each address, and from all addresses at which no member was seen last.
 

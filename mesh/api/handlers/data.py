@@ -29,7 +29,7 @@ from mesh.jobs.authority import may_order_image, may_read_data
 from mesh.jobs.service import JobService
 from mesh.model.spec import JOB_ID_BYTES, DataNeed, JobSpec
 from mesh.rpc.pacing import Cargo, Wire
-from mesh.rpc.server import Bound
+from mesh.rpc.server import Bound, id_in
 from mesh.rpc.streams import given
 from mesh.util.errors import ExitCode, MeshError
 
@@ -287,19 +287,19 @@ class DataProvider:
 
     async def _manifest(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        sealed = self._library.directory.sealed(_id(request))
+        sealed = self._library.directory.sealed(id_in(request, "id", 32))
         if sealed is None:
             raise web.HTTPNotFound(text="this node does not know the data set")
         return web.Response(body=sealed)
 
     async def _held(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        return web.Response(body=self._library.space.held_answer(_id(request)))
+        return web.Response(body=self._library.space.held_answer(id_in(request, "id", 32)))
 
     async def _fetch(self, request: web.Request) -> web.Response:
         """Start to fetch a data set for another node, whose job may come here; as far as this node's user may read it."""
         credentials, _ = await self._admit(request)
-        identity, own = _id(request), self._membership.credentials
+        identity, own = id_in(request, "id", 32), self._membership.credentials
         if not may_order_image(credentials, own, self._accepts):
             raise web.HTTPForbidden(text=f"this node takes nothing of {credentials.user}")
         if self._library.holdings.is_here(identity):
@@ -314,7 +314,7 @@ class DataProvider:
 
     async def _chunks(self, request: web.Request) -> web.StreamResponse:
         credentials, body = await self._admit(request)
-        identity = _id(request)
+        identity = id_in(request, "id", 32)
         manifest = self._library.directory.known.get(identity)
         if manifest is None or not self._library.holdings.is_here(identity):
             raise web.HTTPNotFound(text="this node does not have the data set")
@@ -365,13 +365,3 @@ class DataProvider:
             while len(self._runs) > MOST_RUNS:
                 self._runs.popitem(last=False)
         return spec
-
-
-def _id(request: web.Request) -> bytes:
-    try:
-        identity = bytes.fromhex(request.match_info["id"])
-    except ValueError as error:
-        raise web.HTTPBadRequest(text="not an id") from error
-    if len(identity) != 32:
-        raise web.HTTPBadRequest(text="not an id")
-    return identity

@@ -45,7 +45,7 @@ from mesh.jobs.vouching import Refused as NotVouched
 from mesh.journal import Journal
 from mesh.model.spec import SpecError
 from mesh.rpc.pacing import Cargo, Wire
-from mesh.rpc.server import BODY, COPIES, READ_BYTES, Bound, Memory, bounded, peer_of
+from mesh.rpc.server import BODY, COPIES, READ_BYTES, Bound, Memory, bounded, id_in, peer_of
 from mesh.rpc.streams import IDLE_S, given, taken
 from mesh.util.errors import ExitCode, MeshError
 
@@ -230,14 +230,14 @@ class PeerHandlers:
     async def _get_manifest(self, request: web.Request) -> web.Response:
         await self._admit(request)
         try:
-            sealed = await asyncio.to_thread(self._store.sealed_manifest, _hex(request.match_info["id"], 32))
+            sealed = await asyncio.to_thread(self._store.sealed_manifest, id_in(request, "id", 32))
         except (NotFound, StoreError) as error:
             raise web.HTTPNotFound(text=str(error)) from error
         return web.Response(body=sealed)
 
     async def _job(self, request: web.Request) -> bytes:
         """Return the job in the path, after loading its record from the archive."""
-        job = _hex(request.match_info["job"], 16)
+        job = id_in(request, "job", 16)
         await self._jobs.archive.take_out((job,))
         return job
 
@@ -293,12 +293,12 @@ class PeerHandlers:
 
     async def _events(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        events = await self._journal.events(_hex(request.match_info["job"], 16), 0)
+        events = await self._journal.events(id_in(request, "job", 16), 0)
         return web.Response(body=msgspec.msgpack.encode([sealed for _, sealed in events]))
 
     async def _files(self, request: web.Request) -> web.StreamResponse:
         credentials, _ = await self._admit(request)
-        job = _hex(request.match_info["job"], 16)
+        job = id_in(request, "job", 16)
         attempt = self._jobs.attempts.get(job)  # as the runner, or as a member of its gang
         if attempt is None:
             raise web.HTTPNotFound(text="the job does not run here")
@@ -319,12 +319,12 @@ class PeerHandlers:
 
     async def _tunnel(self, request: web.Request) -> web.WebSocketResponse:
         credentials, _ = await self._admit(request)
-        job = _hex(request.match_info["job"], 16)
+        job = id_in(request, "job", 16)
         return await self._tunnels.to_here(request, job, request.match_info["way"], credentials)
 
     async def _control(self, request: web.Request) -> web.Response:
         credentials, _ = await self._admit(request)
-        job = _hex(request.match_info["job"], 16)
+        job = id_in(request, "job", 16)
         try:
             data = self._tunnels.own_control_file(job, request.match_info["name"], credentials)
         except MeshError as error:
@@ -334,7 +334,7 @@ class PeerHandlers:
     async def _put_log(self, request: web.Request) -> web.Response:
         """Store a piece of an attempt's log from the node that runs it; answer with the length of the copy."""
         credentials, body = await self._admit(request)
-        job = _hex(request.match_info["job"], 16)
+        job = id_in(request, "job", 16)
         attempt = _number(request.match_info["attempt"])
         witness = self._jobs.participant.witnesses.get(job)
         if witness is None or not may_write_log(credentials.node_id, witness.witness_record):
@@ -347,7 +347,7 @@ class PeerHandlers:
     async def _keep_submission(self, request: web.Request) -> web.Response:
         credentials, body = await self._admit(request)
         try:
-            await self._submissions.take(credentials.node_id, _hex(request.match_info["job"], 16), body)
+            await self._submissions.take(credentials.node_id, id_in(request, "job", 16), body)
         except SpecError as error:
             self._counters["refused_foreign"] += 1
             raise web.HTTPBadRequest(text=str(error)) from error
@@ -357,7 +357,7 @@ class PeerHandlers:
 
     async def _release_submission(self, request: web.Request) -> web.Response:
         credentials, _ = await self._admit(request)
-        await self._submissions.release(credentials.node_id, _hex(request.match_info["job"], 16))
+        await self._submissions.release(credentials.node_id, id_in(request, "job", 16))
         return web.Response()
 
     async def _usage(self, request: web.Request) -> web.Response:
@@ -366,7 +366,7 @@ class PeerHandlers:
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         credentials, _ = await self._admit(request)
-        job = _hex(request.match_info["job"], 16)
+        job = id_in(request, "job", 16)
         attempt, offset = _number(request.match_info["attempt"]), _number(request.query.get("offset", "0"))
         owner = await asyncio.to_thread(self._jobs.logs.owner, job)
         if owner is None:
@@ -423,16 +423,6 @@ class PeerHandlers:
 def _refused(error: MeshError) -> web.HTTPException:
     kind = web.HTTPForbidden if error.code == ExitCode.REFUSED else web.HTTPNotFound
     return kind(text=str(error))
-
-
-def _hex(text: str, length: int) -> bytes:
-    try:
-        value = bytes.fromhex(text)
-    except ValueError as error:
-        raise web.HTTPBadRequest(text="not an id") from error
-    if len(value) != length:
-        raise web.HTTPBadRequest(text="not an id")
-    return value
 
 
 def _number(text: str) -> int:
