@@ -19,7 +19,7 @@ from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
 from mesh.api.handlers.submission import OutputDelivery
 from mesh.api.requests import SubmitOrder
-from mesh.checkpoints.replicator import FetchError
+from mesh.checkpoints.replicator import FetchError, Replicator
 from mesh.model.spec import SpecError, check_spec
 from mesh.rpc import streams
 from mesh.util.errors import ExitCode, MeshError
@@ -174,14 +174,16 @@ class Finished:
         self.problem: Exception | None = None
         self.told: list[tuple[str, str]] = []
         self.requests: list[tuple[bytes, str]] = []
+        nothing: Any = None
+        replicator = Replicator(nothing, self.store)
+        replicator.fetch = self._fetch  # type: ignore[assignment,method-assign]
         jobs: Any = SimpleNamespace(
-            replicator=SimpleNamespace(fetch=self._fetch),
+            replicator=replicator,
             mesh_view=SimpleNamespace(adverts=dict),
             keyring=SimpleNamespace(known=lambda realm: None),
             job_table={JOB: self.status, LATER: self.status},
             event_log=SimpleNamespace(add=lambda job, kind, reason, new: self.told.append((new, reason))),
         )
-        nothing: Any = None
         self.lookup = JobLookup(b"me", nothing, nothing, self.store, jobs, nothing)
         self.lookup.find_job = lambda text: self.status  # type: ignore[method-assign]
         handlers = JobHandlers(nothing, nothing, nothing, nothing, jobs, nothing, self.lookup)

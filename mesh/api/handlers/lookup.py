@@ -234,12 +234,16 @@ class JobLookup:
         Its code is that of wrong usage if `target` cannot be written.
         """
         cipher = await self.fetch(status, manifest, holders)
+
+        async def fetch() -> None:
+            await self.fetch(status, manifest, holders)
+
+        def write() -> RestoreReport:
+            room = free_bytes(target)
+            return self._store.restore(manifest, target, prefix=prefix, cipher=cipher, limit_bytes=room)
+
         try:
-            return await asyncio.to_thread(
-                lambda: self._store.restore(
-                    manifest, target, prefix=prefix, cipher=cipher, limit_bytes=free_bytes(target)
-                )
-            )
+            return await self._jobs.replicator.mended(manifest, fetch, write)
         except (StoreError, OSError) as error:
             wrong = isinstance(error, ReadOnlyStore) or getattr(error, "errno", None) in NO_DIRECTORY
             code = ExitCode.USAGE if wrong else ExitCode.ERROR
