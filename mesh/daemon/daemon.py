@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ from mesh.jobs.secret_vault import SecretVault
 from mesh.jobs.service import JobHooks, JobService
 from mesh.jobs.status_gossip import RECOVERED
 from mesh.jobs.submission_retry import SubmissionRetry
-from mesh.journal import Journal
+from mesh.journal import Journal, JournalError
 from mesh.model.destinations import destinations
 from mesh.model.spec import parse_job
 from mesh.network.edge import Edge
@@ -98,6 +98,7 @@ from mesh.rpc.server import PeerServer
 from mesh.util import trees
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.isolated import ROOT
+from mesh.util.task_set import restarted
 from mesh.util.version import VERSION
 from mesh.util.versions import claim_state
 from placement.advert import AdvertError, decode_advert
@@ -522,22 +523,26 @@ class Daemon:
             raise MeshError(self._failure)
 
     async def _run_parts(self) -> None:
+        # A failure of these ends the daemon: nothing else keeps leases, the owner's rights or what was promised.
         parts = {
             "jobs": self._jobs.run(),
-            "submission retry": self._submissions.run(),
             "watch membership": self._watch_membership(),
-            "adverts": self._adverts.run(),
             "journal age": self._journal_age.run(),
-            "facts": publish_facts(self.membership, self._facts),
-            "output delivery": self._delivery.run(),
             "guard": self._guard.run(),
-            "images": self._library.run(),
-            "data sets": self._data.run(),
             "edge": keep(self.edge, self._wire, self._jobs.replicator.departures, self._note),
             "kill-switch": self._follow_switch(),
             "owner": self._owner.run(),
             "pauses": self._handlers.lending.end_pauses(self._note),
         }
+        services: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "submission retry": self._submissions.run,
+            "adverts": self._adverts.run,
+            "facts": lambda: publish_facts(self.membership, self._facts),
+            "output delivery": self._delivery.run,
+            "images": self._library.run,
+            "data sets": self._data.run,
+        }
+        parts |= {name: restarted(work, name, log, JournalError) for name, work in services.items()}
         async with asyncio.TaskGroup() as group:
             for name, part in parts.items():
                 group.create_task(part, name=name)

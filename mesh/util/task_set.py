@@ -1,4 +1,4 @@
-"""A set of background tasks. A task that fails is logged and does not stop the others."""
+"""Background tasks. One that fails is logged and does not stop the others."""
 
 import asyncio
 import logging
@@ -6,6 +6,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+AGAIN_S = 10.0  # before work that failed is begun again (own choice)
 
 
 class TaskSet:
@@ -33,3 +35,17 @@ class TaskSet:
         if error is not None:
             self._log.error("%s failed", task.get_name(), exc_info=error)
             self._failed(error)
+
+
+async def restarted(
+    work: Callable[[], Coroutine[Any, Any, None]], name: str, log: logging.Logger, fatal: type[Exception]
+) -> None:
+    """Do lasting work, and begin it again some time after it fails; a `fatal` error is raised."""
+    while True:
+        try:
+            return await work()
+        except fatal:
+            raise
+        except Exception:
+            log.exception("%s failed: it begins again in %g s", name, AGAIN_S)
+        await asyncio.sleep(AGAIN_S)

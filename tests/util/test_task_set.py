@@ -5,7 +5,8 @@ import logging
 
 import pytest
 
-from mesh.util.task_set import TaskSet
+from mesh.util import task_set
+from mesh.util.task_set import TaskSet, restarted
 
 log = logging.getLogger("owner")
 
@@ -43,3 +44,17 @@ async def test_close_cancels_tasks_without_failure(caplog: pytest.LogCaptureFixt
     await asyncio.sleep(0)
     await tasks.close()
     assert task.cancelled() and undone == [True] and not caplog.text
+
+
+async def test_lasting_work_begins_again_unless_its_failure_is_fatal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(task_set, "AGAIN_S", 0.0)
+    ends: list[Exception] = [OSError("a full disk"), ValueError("nonsense"), LookupError("fatal")]
+
+    async def work() -> None:
+        raise ends.pop(0)
+
+    with pytest.raises(LookupError):
+        await restarted(work, "the work", log, LookupError)
+    assert not ends and [record.exc_info[0] for record in caplog.records if record.exc_info] == [OSError, ValueError]
