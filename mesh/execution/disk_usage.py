@@ -90,13 +90,13 @@ class Room:
 
 
 def tree_bytes(root: Path, of: Callable[[Path], int] | None = None) -> int:
-    """Sum `of` (by default the bytes on disk) over all files below `root`. TooDeep if the tree is too deep to walk."""
+    """Sum `of` (by default the bytes on disk) over all files below `root`. OutOfReach if any cannot be counted."""
     size = of or blocks
     return sum(size(Path(directory, name)) for directory, _, files in trees.walk(root, strict=True) for name in files)
 
 
 def tree_use(root: Path) -> tuple[int, int]:
-    """Return bytes on disk and the number of files and directories. TooDeep if the tree is too deep to walk."""
+    """Return bytes on disk and the number of files and directories. OutOfReach if any cannot be counted."""
     size = inodes = 0
     for directory, names, files in trees.walk(root, strict=True):
         size += sum(blocks(Path(directory, name)) for name in files)
@@ -105,8 +105,9 @@ def tree_use(root: Path) -> tuple[int, int]:
 
 
 def blocks(path: Path) -> int:
-    """Return a file's bytes on disk; 0 if it cannot be read."""
+    """Return a file's bytes on disk; 0 if it has gone."""
     try:
         return path.lstat().st_blocks * BLOCK
-    except OSError:
+    except OSError as error:
+        trees.check_reach(error)
         return 0

@@ -4,8 +4,8 @@ A job that asks for more than the ceilings is refused; what it does not ask for 
 that is too long is cut, a guest that has written too much is ended, and a system checkpoint that would not fit is not made.
 
 Polling is not a file system quota: between two polls a fast disk takes some gigabytes more. Deleted files count while a process
-has them open; directories are walked to a depth that no honest tree reaches. A container's root is read-only, and its /tmp and
-/dev/shm are memory, so its directories and its log are all that it can fill.
+has them open; directories are walked to a depth that no honest tree reaches, and a guest that closes one to the daemon is ended.
+A container's root is read-only, and its /tmp and /dev/shm are memory, so its directories and its log are all that it can fill.
 """
 
 import asyncio
@@ -63,7 +63,10 @@ class BoundedEngine:
         refusal = self._ceilings.refusal(launch.memory_mib, launch.cpus)
         if refusal:
             raise EngineError(refusal)
-        bounds = await asyncio.to_thread(self._bounds, launch)
+        try:
+            bounds = await asyncio.to_thread(self._bounds, launch)
+        except OSError as error:
+            raise EngineError(f"its disk use cannot be measured: {error}") from error
         bounded = self._ceilings.applied(launch, self._sets())
         return BoundedGuest(await self._engine.start(bounded), launch, bounds, self._writers, self._room)
 
@@ -162,7 +165,7 @@ class BoundedGuest(WrappedGuest):
                 try:
                     size, inodes = await asyncio.to_thread(used, self._launch)
                     size += await asyncio.to_thread(nameless_bytes, pids, self._place)
-                except trees.TooDeep as error:
+                except trees.OutOfReach as error:
                     return await self._end({"detail": f"{error}: the rest cannot be counted"})
                 written = max(0, size - self._bounds.before)
                 if size > self._bounds.most:
@@ -217,7 +220,7 @@ def free_inodes(place: str) -> int | None:
 def used(launch: Launch) -> tuple[int, int]:
     """Return the bytes on disk and the files and directories of its directories, its home, its /tmp and its log.
 
-    What cannot be read, and the targets of links, do not count.
+    The targets of links do not count. OutOfReach if any cannot be counted.
     """
     attempt = Path(launch.work_dir).parent
     found = [tree_use(part) for part in (*parts(launch), attempt / HOME, attempt / TEMPORARY)]
@@ -279,7 +282,8 @@ def _length(path: Path) -> int:
     """Return the length of a regular file, holes included; 0 for others."""
     try:
         found = path.lstat()
-    except OSError:
+    except OSError as error:
+        trees.check_reach(error)
         return 0
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 

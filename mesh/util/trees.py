@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -15,16 +16,20 @@ from pathlib import Path
 DEEPEST = 256  # levels; trees of Bazel and npm have about 40 (own choice)
 RIGHTS = stat.S_IRWXU
 IN = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+HIDING = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}  # errors by which an owner can keep a tree from being walked
 
 log = logging.getLogger(__name__)
 
 
-class TooDeep(OSError):
-    """A tree is too deep to walk."""
+class OutOfReach(OSError):
+    """Part of a tree cannot be walked: it is too deep, or closed."""
 
 
 def walk(root: Path, strict: bool = False) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk like `os.walk`, with links to directories as files, down to `DEEPEST` levels. TooDeep below if `strict`."""
+    """Walk like `os.walk`, with links to directories as files, down to `DEEPEST` levels.
+
+    What is deeper or closed is left out; OutOfReach if `strict`.
+    """
     left = [(str(root), 0)]
     while left:
         directory, level = left.pop()
@@ -34,14 +39,22 @@ def walk(root: Path, strict: bool = False) -> Iterator[tuple[str, list[str], lis
             with os.scandir(directory) as entries:
                 for entry in entries:
                     (names if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
-        except OSError:
+        except OSError as error:
+            if strict:
+                check_reach(error)
             continue
         yield directory, names, files
         if names and level == DEEPEST:
             if strict:
-                raise TooDeep(f"{root} has more than {DEEPEST} directories in each other")
+                raise OutOfReach(f"{root} has more than {DEEPEST} directories in each other")
             continue
         left += ((f"{directory}/{name}", level + 1) for name in reversed(names))
+
+
+def check_reach(error: OSError) -> None:
+    """Raise OutOfReach if a file or directory is closed or its path too long, and not just removed."""
+    if error.errno in HIDING:
+        raise OutOfReach(f"one of its files or directories cannot be read ({error.strerror})") from error
 
 
 def remove(root: Path) -> None:

@@ -176,7 +176,12 @@ async def test_guest_over_disk_limit_ends(tmp_path: Path, monkeypatch: pytest.Mo
         (
             None,
             'python3 -c \'import os\nfor _ in range(300): os.mkdir("d"), os.chdir("d")\'',
-            "directories in each other",
+            "directories in each othe",
+        ),
+        (
+            None,
+            'python3 -c \'import os\nfor _ in range(20): os.mkdir("d" * 250), os.chdir("d" * 250)\'',
+            "cannot be read (File name too long)",
         ),
         (
             22,
