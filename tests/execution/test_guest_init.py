@@ -160,6 +160,13 @@ async def test_guest_inherits_no_descriptors(bench: Bench) -> None:
             os.close(descriptor)
 
 
+async def test_no_signal_is_ignored(bench: Bench) -> None:
+    guest = await bench.shell(f"grep SigIgn /proc/self/status; echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    assert bench.log.split() == ["SigIgn:", "0" * 16, "ready"]
+    assert (await said_in_session(guest, "grep SigIgn /proc/self/status")).split() == ["SigIgn:", "0" * 16]
+
+
 async def test_crash_leaves_no_core_file(bench: Bench) -> None:
     script = "ulimit -c unlimited 2>/dev/null; (kill -SEGV $(sh -c 'echo $PPID')); ulimit -Hc; echo crashed"
     guest = await bench.shell(f"{script}; {LOOP}")

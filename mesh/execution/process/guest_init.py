@@ -12,11 +12,9 @@ This is no sandbox: except for hidden files (`sandbox`) and rights given up (`co
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -140,7 +138,7 @@ def be_init(spec: dict, daemon: int, status: int, log: int, isolation: str) -> N
         show_data(spec["reads"])
     job = os.fork()
     if job == 0:
-        become_job(spec, log)
+        session_agent.become_command(spec, spec, (os.open(os.devnull, os.O_RDONLY), log, log))
     os.write(status, (json.dumps({"isolation": isolation}) + "\n").encode())
     code = 0
     while True:
@@ -171,30 +169,6 @@ def show_data(paths: list) -> None:  # type: ignore[type-arg]
     except OSError as error:
         os.write(2, f"its data sets cannot be made read-only: {error}\n".encode())
         os._exit(1)
-
-
-def become_job(spec: dict, log: int) -> None:  # type: ignore[type-arg]
-    confinement.die_with_parent()
-    os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    confinement.drop_capabilities()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if spec["memory_mib"]:
-        limit = spec["memory_mib"] << 20
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    try:
-        os.chdir(spec["cwd"])
-        argv = [*spec["wrap"], *spec["argv"]]
-        os.execvpe(argv[0], argv, spec["env"])
-    except OSError as error:
-        missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
-        os.write(2, f"mesh: cannot run {spec['argv'][0]!r}: {error.strerror}\n".encode())
-        os._exit(127 if missing else 126)
 
 
 def watch(first: int, daemon: int, status: int, sessions: "SessionProcesses", until: float, group: GuestGroup) -> None:

@@ -38,8 +38,7 @@ def serve(connection: int, spec: Spec, enter: Callable[[], None]) -> None:
     """Run a session and exit. `enter` moves this process into the guest."""
     code = 1
     try:
-        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(number, signal.SIG_DFL)
+        reset_signals()
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         os.closerange(3, connection)
         os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
@@ -293,8 +292,14 @@ def _poll(reads: list[int], writes: list[int], always: int) -> tuple[set[int], s
     return readable, writable, {descriptor for descriptor, events in found if events & gone}
 
 
+def reset_signals() -> None:
+    """Give all signals their default action. Python ignores SIGPIPE and SIGXFSZ, and the watcher SIGTERM."""
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def become_command(order: Spec, spec: Spec, stdio: tuple[int, int, int]) -> None:
-    """Become the command, with the job's variables, directory and limits (`guest_init.become_job`)."""
+    """Become the job's own command or a session's, with the job's variables, directory and limits."""
     try:
         confinement.die_with_parent()
         os.setsid()
@@ -304,7 +309,7 @@ def become_command(order: Spec, spec: Spec, stdio: tuple[int, int, int]) -> None
             os.dup2(descriptor, target)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         confinement.drop_capabilities()
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        reset_signals()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if spec["memory_mib"]:
             limit = spec["memory_mib"] << 20
