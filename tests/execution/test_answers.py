@@ -1,11 +1,16 @@
-"""Recorded answers of engines: Docker 20.10 and 26.1, Podman 4.3 and 5.8."""
+"""Recorded answers of engines: Docker 20.10 and 26.1, Podman 4.3 and 5.8. Answers that a guest could cause."""
 
 import os
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from mesh.execution.docker import gpu_visibility
 from mesh.execution.docker.engine import no_program
 from mesh.execution.docker.hardening import traits_of
+from mesh.execution.docker.socket import MOST_BYTES, EngineSocket
 
 STARTED = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
 
@@ -91,3 +96,47 @@ def test_broken_runtime_is_node_fault() -> None:
         STARTED + "unable to retrieve OCI runtime error (open /run/docker/log.json: no such file or directory): unknown"
     )
     assert not no_program("true", told)
+
+
+class Probed:
+    """An engine whose container answers `nvidia-smi` with `pieces`, and then with an exit code as this text."""
+
+    def __init__(self) -> None:
+        self.pieces, self.sent, self.ended = [b"GPU 0: Fake (UUID: GPU-aa)"], 0, '{"ExitCode": 0}'
+
+    async def executed(self, request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/exec"):
+            return web.json_response({"Id": "e"}, status=201)
+        if request.path.endswith("/json"):
+            return web.Response(text=self.ended)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in self.pieces:
+            await response.write(b"\x01\0\0\0" + len(piece).to_bytes(4, "big") + piece)
+            self.sent += len(piece)
+        return response
+
+
+@pytest.fixture
+async def probed(tmp_path: Path) -> AsyncIterator[tuple[Probed, EngineSocket]]:
+    engine, app = Probed(), web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.executed)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(tmp_path / "engine")).start()
+    client = EngineSocket(str(tmp_path / "engine"))
+    yield engine, client
+    await client.close()
+    await runner.cleanup()
+
+
+async def test_endless_answer_about_gpus_is_none(probed: tuple[Probed, EngineSocket]) -> None:
+    engine, client = probed
+    assert await gpu_visibility.look(client, "c", 1, ("GPU-aa",)) == ""
+    assert "GPU-bb" in await gpu_visibility.look(client, "c", 1, ("GPU-bb",))
+    engine.pieces = [bytes(MOST_BYTES)] * 1000
+    engine.sent = 0
+    with pytest.raises(OSError, match="writes more than"):
+        await client.execute("c", gpu_visibility.PROBE, gpu_visibility.PATH)
+    assert engine.sent < 500 * MOST_BYTES
+    assert await gpu_visibility.look(client, "c", 1, ("GPU-bb",)) == ""

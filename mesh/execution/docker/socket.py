@@ -14,6 +14,7 @@ import msgspec
 from membership.malformed import MALFORMED
 
 HEADER = 8  # bytes before each piece of output: stream, three unused, length (Docker Engine API, attach)
+MOST_BYTES = 64 << 10  # of what a program says in a container, where guests can write to it too (own choice)
 AGAIN_S = 1.0  # between retries while the engine is away (own choice)
 
 
@@ -81,7 +82,7 @@ class EngineSocket:
     async def execute(self, container: str, argv: tuple[str, ...], path: str) -> tuple[int, str]:
         """Run a program inside a container, looked up in `path`; return its exit code and output.
 
-        The code is 127 if the program does not exist. OSError if nothing could be run.
+        The code is 127 if the program does not exist. OSError if nothing could be run, or if the output is endless.
         """
         order = {"Cmd": list(argv), "Env": [f"PATH={path}"], "AttachStdout": True, "AttachStderr": True}
         async with self._opened().post(f"http://engine/containers/{container}/exec", json=order) as response:
@@ -94,7 +95,11 @@ class EngineSocket:
                 if any(sign in text for sign in ("not found", "no such file", "permission denied")):
                     return 127, text
                 raise OSError(f"HTTP {response.status}: {text}")
-            said = b"".join([piece async for piece in Output(response).pieces()])
+            said = bytearray()
+            async for piece in Output(response).pieces():
+                said += piece
+                if len(said) > MOST_BYTES:
+                    raise OSError(f"{argv[0]} writes more than {MOST_BYTES} bytes")
         async with self._opened().get(f"http://engine/exec/{key}/json") as response:
             code = msgspec.json.decode(await response.read(), type=_Executed).code
         return 1 if code is None else code, said.decode(errors="replace")
