@@ -140,3 +140,9 @@ async def test_endless_answer_about_gpus_is_none(probed: tuple[Probed, EngineSoc
         await client.execute("c", gpu_visibility.PROBE, gpu_visibility.PATH)
     assert engine.sent < 500 * MOST_BYTES
     assert await gpu_visibility.look(client, "c", 1, ("GPU-bb",)) == ""
+
+
+async def test_answer_about_gpus_that_is_no_answer_ends_no_watch(probed: tuple[Probed, EngineSocket]) -> None:
+    engine, client = probed
+    engine.ended = "no such exec instance"
+    assert await gpu_visibility.look(client, "c", 1, ("GPU-bb",)) == ""

@@ -9,6 +9,7 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from mesh.execution.docker.socket import EngineSocket
 
@@ -29,7 +30,7 @@ async def look(engine: EngineSocket, container: str, pid: int, uuids: tuple[str,
     try:
         async with asyncio.timeout(PROBE_S):
             code, told = await engine.execute(container, PROBE, PATH)
-    except (TimeoutError, OSError, aiohttp.ClientError):
+    except (TimeoutError, OSError, aiohttp.ClientError, msgspec.MsgspecError):
         return ""
     if code in CANNOT_RUN:
         seen = await asyncio.to_thread(_device_files, pid)
