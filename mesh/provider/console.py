@@ -10,10 +10,11 @@ Sources (HTCondor's `condor_kbdd` also asks an X server, which another user's da
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from mesh.provider.policy import Watch
-from mesh.util.processes import descendants_of
+from mesh.util.processes import stat_of
 
 KEYBOARD, MOUSE = "01", "02"  # bInterfaceProtocol of the boot interface subclass (USB HID 1.11, 4.3)
 HID = "03"  # bInterfaceClass
@@ -28,10 +29,13 @@ class Console:
         self._known: dict[str, float] = {}
         self._typed_at: float | None = None
 
-    def look(self, watch: Watch, now: float, unix_s: float) -> float | None:
-        """Return the seconds since the last input; None if no source is visible. A counter counts only once it has changed."""
+    def look(self, watch: Watch, now: float, unix_s: float, ours: Collection[int] = ()) -> float | None:
+        """Return the seconds since the last input; None if no source is visible. A counter counts only once it has changed.
+
+        `ours`: the processes of this daemon's helpers and guests.
+        """
         counters = {**self._interrupts(), **self._usb()}
-        times = self._terminals(watch)
+        times = self._terminals(watch, ours)
         for name, count in counters.items():
             if self._known.setdefault(name, count) != count:
                 self._saw(now)
@@ -73,12 +77,12 @@ class Console:
                 continue  # it was unplugged
         return found
 
-    def _terminals(self, watch: Watch) -> dict[str, float]:
+    def _terminals(self, watch: Watch, ours: Collection[int]) -> dict[str, float]:
         paths = [path for path in self._dev.glob("tty*") if re.fullmatch(r"tty[1-9]\d?", path.name)]
         guests: set[int] = set()
         if watch == "all":
             terminals = [path for path in (self._dev / "pts").glob("*") if path.name.isdecimal()]
-            guests = self._of_guests() if terminals else set()
+            guests = self._of_guests(ours) if terminals else set()
             paths += terminals
         found: dict[str, float] = {}
         for path in paths:
@@ -91,15 +95,12 @@ class Console:
                 found[f"/dev/{place}"] = seen.st_atime
         return found
 
-    def _of_guests(self) -> set[int]:
-        """Return the terminals of processes that this daemon started: guests' sessions, not the owner's."""
-        me = os.getpid()
-        return {self._terminal(pid) for pid in descendants_of(me)} - {self._terminal(me), 0}
+    def _of_guests(self, ours: Collection[int]) -> set[int]:
+        """Return the terminals of these processes: guests' sessions, not the one that this daemon was started from."""
+        return {self._terminal(pid) for pid in ours} - {self._terminal(os.getpid()), 0}
 
     def _terminal(self, pid: int) -> int:
         """Return the device number of a process's controlling terminal; 0 if it has none."""
-        try:
-            number = int((self._proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[4])
-        except (OSError, IndexError, ValueError):
-            return 0
+        state = stat_of(pid, str(self._proc))
+        number = state.terminal if state is not None else 0
         return os.makedev(number >> 8 & 0xFFF, number & 0xFF | number >> 12 & 0xFFF00) if number else 0

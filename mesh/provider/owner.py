@@ -74,7 +74,7 @@ class Owner:
         self._stamp: object = None
         self._known = False  # a valid policy has been read
         self._load = Load()
-        self._whereabouts: dict[Attempt, Whereabouts] = {}  # of guests in containers
+        self._whereabouts: dict[Attempt, Whereabouts] = {}  # of guests
         self._gpus_seen: tuple[float, dict[str, bool | None]] = (0.0, {})
         self._presence = Presence(Policy(), self._uuids)
         self.recall = Recall(guard, reclaimer, jobs, lambda: self.notice_s)
@@ -132,12 +132,12 @@ class Owner:
             await self._remember()
         now, policy = boot_s(), self.policy
         typed_s = load = waits = None
+        ours = await self._ours() if policy.keyboard == "all" or policy.load is not None else frozenset[int]()
         if policy.keyboard != "off":
-            typed_s = await asyncio.to_thread(self.console.look, policy.keyboard, now, time.time())
+            typed_s = await asyncio.to_thread(self.console.look, policy.keyboard, now, time.time(), ours)
         if policy.load is not None:
-            guests = await self._guests()
-            load = await asyncio.to_thread(self._load.look, now, guests)
-            waits = await asyncio.to_thread(memory_wait, guests)
+            load = await asyncio.to_thread(self._load.look, now, ours)
+            waits = await asyncio.to_thread(memory_wait, ours)
         self.typed_s, self.load, self.memory_wait = typed_s, load, waits
         at, foreign = self._gpus_seen
         open_now = policy.hours.hold(local_minute(time.time()))
@@ -148,13 +148,11 @@ class Owner:
 
     async def on_gpus_seen(self, strangers: dict[str, tuple[OnGpu, ...]]) -> None:
         """Take the guard's latest observation of the GPUs."""
-        guests = (
-            frozenset(descendants_of(os.getpid())) | await self._guests() if any(strangers.values()) else frozenset()
-        )
+        ours = await self._ours() if any(strangers.values()) else frozenset[int]()
         ignored = {name[:COMM_CHARS] for name in self.policy.ignore}
         programs: dict[str, list[tuple[int, str]]] = {}
         for uuid, some in strangers.items():
-            there = [(one.pid, _name(one.pid)) for one in some if one.pid not in guests and works(one)]
+            there = [(one.pid, _name(one.pid)) for one in some if one.pid not in ours and works(one)]
             programs[uuid] = [(pid, name) for pid, name in there if name not in ignored]
         self.programs = programs
         now = boot_s()
@@ -186,11 +184,12 @@ class Owner:
                 words = f"{self._memory} cannot be written ({error.strerror})"
                 self._problems["presence"] = f"{words}: after a restart, the owner's presence is forgotten"
 
-    async def _guests(self) -> frozenset[int]:
-        """Return the processes of guests that are not descendants of this daemon."""
-        attempts = [attempt for attempt in self._jobs.attempts.values() if attempt.engine.own_root]
+    async def _ours(self) -> frozenset[int]:
+        """Return the processes of helpers and guests. Containers, and guests that lost their fork server, are no descendants."""
+        attempts = self._jobs.attempts.values()
         self._whereabouts = {one: self._whereabouts.get(one) or Whereabouts(one.pids) for one in attempts}
-        return frozenset().union(*await asyncio.gather(*(where.pids() for where in self._whereabouts.values())))
+        guests = await asyncio.gather(*(where.pids() for where in self._whereabouts.values()))
+        return frozenset(await asyncio.to_thread(descendants_of, os.getpid())).union(*guests)
 
     def _stand(self, before: dict[str, Stand], after: dict[str, Stand]) -> None:
         """Apply the state: to guests first, then to the log and the advert."""

@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 
 class Stat(NamedTuple):
-    """A process's state as in `ps`, its parent, and its start time in clock ticks since boot."""
+    """A process's state as in `ps`, its parent, the number of its terminal (0: none), and times in clock ticks.
+
+    `used`: of the CPU, by it and its ended children; `started`: since boot.
+    """
 
     state: str
     parent: int
+    terminal: int
+    used: int
     started: int
 
 
@@ -46,12 +51,13 @@ class Process(NamedTuple):
                 os.close(descriptor)
 
 
-def stat_of(pid: int) -> Stat | None:
+def stat_of(pid: int, proc: str = "/proc") -> Stat | None:
     """Return a process's state; None once it has been reaped."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+        with open(f"{proc}/{pid}/stat", "rb") as file:  # noqa: PTH123
             fields = file.read().rpartition(b")")[2].split()
-        return Stat(fields[0].decode(), int(fields[1]), int(fields[19]))
+        used = sum(map(int, fields[11:15]))
+        return Stat(fields[0].decode(), int(fields[1]), int(fields[4]), used, int(fields[19]))
     except (OSError, IndexError):
         return None
 

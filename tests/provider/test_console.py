@@ -12,6 +12,7 @@ import pytest
 from mesh.provider import load
 from mesh.provider.console import Console
 from mesh.provider.load import Load, memory_wait
+from mesh.util.processes import descendants_of
 
 WAIT_S = 60.0
 INTERRUPTS = """           CPU0       CPU1
@@ -135,14 +136,14 @@ def test_guest_terminal_does_not_count(terminal: "tuple[int, int, str]") -> None
         assert guest.stdout is not None
         guest.stdout.readline()
         console = Console()
-        console.look("all", 100.0, 1000.0)
+        console.look("all", 100.0, 1000.0, [guest.pid])
         os.write(master, b"typed\n")
         deadline = time.monotonic() + WAIT_S
         while Path(name).stat().st_atime == 1.0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert name not in console._known
-        console.look("all", 101.0, 1000.0)
+        console.look("all", 101.0, 1000.0, [guest.pid])
         assert name not in console._known
     finally:
         guest.kill()
@@ -165,7 +166,7 @@ class Processes:
         (self.root / "stat").write_text(f"cpu {busy} 0 0 99999 99 0 0 5 0 0\n")
         for pid, used_s in {str(os.getpid()): daemon_s, **{name[1:]: some for name, some in guests_s.items()}}.items():
             (self.root / pid).mkdir(exist_ok=True)
-            (self.root / pid / "stat").write_text(f"{pid} (a (b) c) S {'0 ' * 10}{round(used_s * ticks)} 0 0 0 0\n")
+            (self.root / pid / "stat").write_text(f"{pid} (a (b) c) S {'0 ' * 10}{round(used_s * ticks)} {'0 ' * 9}\n")
 
 
 def test_load_excludes_guests(tmp_path: Path) -> None:
@@ -183,15 +184,15 @@ def test_load_excludes_guests(tmp_path: Path) -> None:
 
 
 def test_own_process_is_not_load() -> None:
-    load, busy = Load(), subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    load, me, busy = Load(), os.getpid(), subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        assert load.look(time.monotonic()) is None
+        assert load.look(time.monotonic(), descendants_of(me)) is None
         before = load._last
         deadline = time.monotonic() + WAIT_S
         while load._last is None or before is None or load._last[2] < before[2] + 0.2:
             assert time.monotonic() < deadline, "the CPU time of the child counts as own usage"
             time.sleep(0.05)
-            found = load.look(time.monotonic())
+            found = load.look(time.monotonic(), descendants_of(me))
         assert found is not None and found >= 0
     finally:
         busy.kill()

@@ -286,6 +286,25 @@ async def test_foreign_programs_are_identified(tmp_path: Path) -> None:
     assert watched.inventory.presence == Presence() and watched.said[-1] == "GPU-aaaa is lent again"
 
 
+async def test_guest_that_is_no_descendant_of_the_daemon_is_not_the_owner(tmp_path: Path) -> None:
+    """A plain process whose fork server has died is not; neither is a container."""
+    watched, other = Watched(tmp_path, lender()), os.getppid()
+
+    class Attempt:
+        async def pids(self) -> frozenset[int]:
+            return frozenset({other})
+
+    attempt: Any = Attempt()
+    watched.owner._jobs.attempts[b"j" * 16] = attempt
+    watched.path.write_text("[keyboard]\nwatch = 'all'\n[load]\nabove = 2\n")
+    given: list[frozenset[int]] = []
+    watched.owner.console.look = lambda *asked: given.append(asked[3])  # type: ignore[assignment,misc,return-value]
+    watched.owner._load.look = lambda *asked: given.append(asked[1])  # type: ignore[assignment,misc,return-value]
+    await watched.owner.look()
+    await watched.owner.on_gpus_seen({"GPU-aaaa": (GpuProcess(other, 1),)})
+    assert watched.owner.programs == {"GPU-aaaa": []} and [other in ours for ours in given] == [True, True]
+
+
 async def test_gpus_that_nobody_looks_at_any_more_are_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched, seen = Watched(tmp_path, lender()), list[Seen]()
     step = watched.owner._presence.step
