@@ -155,7 +155,7 @@ def _report(
     ctx: click.Context, killed: list[KillResult], problems: list[str], by: str, begun: float, as_json: bool
 ) -> None:
     killed = [one for one in killed if one.processes]
-    left = [one for one in killed if one.left]
+    left = [one for one in killed if one.problem]
     seconds = time.monotonic() - begun
     if as_json:
         print_json(
@@ -169,7 +169,7 @@ def _report(
         )
     else:
         for one in killed:
-            say(str(one), err=bool(one.left))
+            say(str(one), err=bool(one.problem))
         say(outcome(killed, by, seconds))
         for problem in problems:
             say(f"mesh: {problem}", err=True)
@@ -187,7 +187,7 @@ def _report(
 def outcome(killed: list[KillResult], by: str, seconds: float) -> str:
     """Return the result in one sentence, for people. Guests without a live process do not count."""
     killed = [one for one in killed if one.processes]
-    left = sum(bool(one.left) for one in killed)
+    left = sum(bool(one.problem) for one in killed)
     gone = f"{plural(len(killed) - left, 'guest')} killed {by}" if len(killed) > left else "no guest was running"
     if left:
         return f"{plural(left, 'guest')} could not be killed; {gone}"

@@ -96,7 +96,7 @@ def _run(ctx: click.Context) -> None:
 
         begun = monotonic()
         killed, problems, by = kill_guests(where)
-        failed = any(one.left for one in killed)
+        failed = any(one.problem for one in killed)
         next_step = "run `mesh killall`" if failed else "u lends again"
         return "; ".join([f"{outcome(killed, by, monotonic() - begun)} ({next_step})", *problems])
 

@@ -28,6 +28,7 @@ from mesh.execution.process_killer import LONGEST_PAUSE_S, PAUSE_S, GuestKill, K
 from mesh.util.cgroups import remove_groups
 
 LINE_LIMIT, CLIENTS = 256, 16  # bytes of an order; clients at a time (own choice)
+SPARES = 4  # descriptors: a client, and what a step of a kill opens at a time
 BY_OWNER = "its owner took the machine back at once"
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class KillSwitch:
         self._orders: list[_Order] = []
         self._wake_here, self._wake_there = os.pipe()
         os.set_blocking(self._wake_there, False)
+        self._spares: list[int] = []
+        self._take_spares()
         self._closing = False
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -102,7 +105,7 @@ class KillSwitch:
             self._listener.close()
         if self._socket_path is not None:
             self._socket_path.unlink(missing_ok=True)
-        for descriptor in (self._wake_here, self._wake_there):
+        for descriptor in (self._wake_here, self._wake_there, *self._spares):
             os.close(descriptor)
 
     def release(self) -> None:
@@ -202,27 +205,44 @@ class KillSwitch:
             poller.register(self._listener, select.POLLIN)
         while not self._closing:
             ready = dict(poller.poll(self._pause_ms()))
-            if self._wake_here in ready:
-                os.read(self._wake_here, 4096)
-            if self._listener is not None and self._listener.fileno() in ready:
-                with contextlib.suppress(OSError):
-                    client, _ = self._listener.accept()
-                    client.setblocking(False)
-                    if len(clients) < CLIENTS:
-                        clients[client.fileno()] = (client, b"")
-                        poller.register(client, select.POLLIN)
-                    else:
-                        client.close()
-            for number in [number for number in clients if number in ready]:
-                client, heard = clients.pop(number)
-                more = self._receive(client, heard)
-                if more is None:
-                    poller.unregister(number)
-                else:
-                    clients[number] = (client, more)
-            self._step()
+            while self._spares:
+                os.close(self._spares.pop())
+            try:
+                self._serve(ready, poller, clients)
+                self._step()
+            except Exception as error:  # the thread must not end
+                _log_apart(log.error, "the kill-switch: %r", error)
+            self._take_spares()
         for client, _ in clients.values():
             client.close()
+
+    def _take_spares(self) -> None:
+        """Keep descriptors for the time of a kill: a daemon that has no other free must still kill."""
+        with contextlib.suppress(OSError):
+            while len(self._spares) < SPARES:
+                self._spares.append(os.dup(self._wake_here))
+
+    def _serve(
+        self, ready: dict[int, int], poller: select.poll, clients: dict[int, tuple[socket.socket, bytes]]
+    ) -> None:
+        if self._wake_here in ready:
+            os.read(self._wake_here, 4096)
+        if self._listener is not None and self._listener.fileno() in ready:
+            with contextlib.suppress(OSError):
+                client, _ = self._listener.accept()
+                client.setblocking(False)
+                if len(clients) < CLIENTS:
+                    clients[client.fileno()] = (client, b"")
+                    poller.register(client, select.POLLIN)
+                else:
+                    client.close()
+        for number in [number for number in clients if number in ready]:
+            client, heard = clients.pop(number)
+            more = self._receive(client, heard)
+            if more is None:
+                poller.unregister(number)
+            else:
+                clients[number] = (client, more)
 
     def _receive(self, client: socket.socket, heard: bytes) -> bytes | None:
         """Return the bytes received so far; None once the order is complete or the connection is closed."""
@@ -258,8 +278,8 @@ class KillSwitch:
             waiting = [kill for kill in order.kills if kill.outcome is None]
             over = all([kill.step() for kill in waiting])
             if order.tell is not None:
-                _do(order.tell)
-                order.tell = None
+                tell, order.tell = order.tell, None
+                _do(tell)
             if over:
                 with self._lock:
                     self._orders.remove(order)
@@ -275,7 +295,7 @@ def _do(action: Callable[[], object]) -> None:
     try:
         action()
     except Exception as error:  # in any case, the guests are killed
-        threading.Thread(target=log.error, args=("at a kill: %s", error), daemon=True).start()
+        _log_apart(log.error, "at a kill: %s", error)
 
 
 def open_switch(
@@ -299,14 +319,18 @@ def open_switch(
 
 
 def _log_results(what: str, results: list[KillResult]) -> None:
-    """Log in a separate thread: the log may block (a full pipe, a lock that the event loop holds)."""
-
     def write() -> None:
         for one in filter(lambda one: one.processes, results):
-            log.log(logging.WARNING if one.left else logging.INFO, "%s: %s", what, one)
+            log.log(logging.WARNING if one.problem else logging.INFO, "%s: %s", what, one)
 
     if any(one.processes for one in results):
-        threading.Thread(target=write, name="kill-switch log", daemon=True).start()
+        _log_apart(write)
+
+
+def _log_apart(write: Callable[..., object], *what: object) -> None:
+    """Log in a separate thread: the log may block (a full pipe, a lock that the event loop holds)."""
+    with contextlib.suppress(RuntimeError):  # no thread can start, and killing goes on without a log
+        threading.Thread(target=write, args=what, name="kill-switch log", daemon=True).start()
 
 
 def _answer(client: socket.socket, answer: dict[str, Any]) -> None:

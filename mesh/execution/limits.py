@@ -183,8 +183,8 @@ class BoundedGuest(WrappedGuest):
             await asyncio.sleep(LOOK_S)
 
     async def _pids(self) -> frozenset[int]:
-        """Return its processes; none while its engine, which lists those of sessions, hangs."""
-        with contextlib.suppress(TimeoutError):
+        """Return its processes; none while its engine, which lists those of sessions, hangs, or no descriptor is free."""
+        with contextlib.suppress(OSError):  # TimeoutError is one
             async with asyncio.timeout(PIDS_S):
                 return await self._guest.pids()
         return frozenset()

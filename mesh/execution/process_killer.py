@@ -18,7 +18,7 @@ from typing import Any
 
 from mesh.execution.guest_registry import GuestEntry
 from mesh.util import cgroups
-from mesh.util.processes import Process, descendants_of, lives, process_of
+from mesh.util.processes import GONE, Process, descendants_of, lives, process_of
 
 ENGINE_AFTER_S = 0.05  # until the engine is asked too; the kernel alone takes milliseconds (own choice)
 ENGINE_EVERY_S = 1.0
@@ -30,7 +30,7 @@ PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # between two steps
 class KillResult:
     """The result of killing one guest: processes seen alive, and the milliseconds from the order until none was.
 
-    `left` are the ids of processes that could not be killed, `problem` the reason.
+    `problem`: why some could not be, or whether that is unknown; `left`: their ids, as far as they are known.
     """
 
     job: str
@@ -44,8 +44,9 @@ class KillResult:
         return asdict(self)
 
     def __str__(self) -> str:
-        if self.left:
-            return f"{self.problem or 'still there'}: processes {', '.join(map(str, self.left))} of job {self.job[:8]}"
+        if self.problem:
+            numbers = f"processes {', '.join(map(str, self.left))} of " if self.left else ""
+            return f"{self.problem}: {numbers}job {self.job[:8]}"
         return f"job {self.job[:8]} ({self.engine}): {self.processes} processes gone after {self.ms:.1f} ms"
 
 
@@ -62,7 +63,28 @@ class GuestKill:
         self._engine_due = begun + ENGINE_AFTER_S
 
     def step(self) -> bool:
-        """Kill all that is found once; return whether it is over. `outcome` then says whether anything is left."""
+        """Kill all that is found once; return whether it is over. `outcome` then says whether anything is left.
+
+        What cannot be looked for, as when no descriptor is free, is left: it is tried again.
+        """
+        left, problem = tuple[int, ...](), ""
+        try:
+            alive = self._strike()
+        except Exception as error:
+            problem = f"it is unknown whether it has ended: {error}"
+            self._processes = max(self._processes, 1)
+        else:
+            left = tuple(sorted(process.pid for process in alive))
+            problem = "" if not left else "not permitted" if self._denied else "does not end"
+        elapsed_s = time.monotonic() - self._begun
+        if problem and elapsed_s < GIVE_UP_S:
+            self._ask_engine()
+            return False
+        self.outcome = KillResult(self.entry.job, self.entry.engine, self._processes, elapsed_s * 1e3, left, problem)
+        return True
+
+    def _strike(self) -> set[Process]:
+        """Kill all that is found; return what was alive."""
         self._processes = max(self._processes, self._census())
         if self.entry.head is not None:
             self._kill(self.entry.head)
@@ -74,14 +96,7 @@ class GuestKill:
             self._kill(process)
         for group in self._groups:
             cgroups.thaw(group)
-        elapsed_s = time.monotonic() - self._begun
-        if alive and elapsed_s < GIVE_UP_S:
-            self._ask_engine()
-            return False
-        problem = "" if not alive else "not permitted" if self._denied else "does not end"
-        left = tuple(sorted(process.pid for process in alive))
-        self.outcome = KillResult(self.entry.job, self.entry.engine, self._processes, elapsed_s * 1e3, left, problem)
-        return True
+        return alive
 
     def _census(self) -> int:
         """Return a quick count of its processes."""
@@ -154,7 +169,7 @@ def _in_container(container: str) -> set[Process]:
     for name in os.listdir("/proc"):  # noqa: PTH208
         if name.isdigit():
             process = process_of(int(name))
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(*GONE):
                 if process is not None and container in Path("/proc", name, "cgroup").read_text() and lives(process):
                     found.add(process)
     return found

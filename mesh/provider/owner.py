@@ -5,6 +5,7 @@ them, and `reclaim.py` acts on guests. It asks no other node and needs no quorum
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -74,6 +75,7 @@ class Owner:
         self._stamp: object = None
         self._known = False  # a valid policy has been read
         self._load = Load()
+        self._own: frozenset[int] = frozenset()
         self._whereabouts: dict[Attempt, Whereabouts] = {}  # of guests
         self._gpus_seen: tuple[float, dict[str, bool | None]] = (0.0, {})
         self._presence = Presence(Policy(), self._uuids)
@@ -121,7 +123,10 @@ class Owner:
 
     async def run(self) -> None:
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except OSError as error:  # no descriptor is free, for example
+                log.warning("the owner's presence stays as it was seen last: %s", error)
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
@@ -189,7 +194,9 @@ class Owner:
         attempts = self._jobs.attempts.values()
         self._whereabouts = {one: self._whereabouts.get(one) or Whereabouts(one.pids) for one in attempts}
         guests = await asyncio.gather(*(where.pids() for where in self._whereabouts.values()))
-        return frozenset(await asyncio.to_thread(descendants_of, os.getpid())).union(*guests)
+        with contextlib.suppress(OSError):  # no descriptor is free: those of the last look
+            self._own = frozenset(await asyncio.to_thread(descendants_of, os.getpid()))
+        return self._own.union(*guests)
 
     def _stand(self, before: dict[str, Stand], after: dict[str, Stand]) -> None:
         """Apply the state: to guests first, then to the log and the advert."""

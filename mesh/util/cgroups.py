@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from mesh.util.processes import Process, process_of
+from mesh.util.processes import GONE, SHORT, Process, process_of
 
 KILL, FREEZE, EVENTS = "cgroup.kill", "cgroup.freeze", "cgroup.events"  # of version 2 (the first since Linux 5.14)
 FREEZER = "freezer.state"  # of version 1
@@ -26,23 +26,22 @@ def mounts() -> dict[str, tuple[str, Path]]:
     Source: proc_pid_mountinfo(5).
     """
     found: dict[str, tuple[str, Path]] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
-            place = (fields[3], Path(fields[4].replace("\\040", " ")))
-            if kind == "cgroup2":
-                found.setdefault("", place)
-            elif kind == "cgroup":
-                for controller in options.split(","):
-                    found.setdefault(controller, place)
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
+        place = (fields[3], Path(fields[4].replace("\\040", " ")))
+        if kind == "cgroup2":
+            found.setdefault("", place)
+        elif kind == "cgroup":
+            for controller in options.split(","):
+                found.setdefault(controller, place)
     return found
 
 
 def groups_of(pid: int) -> dict[str, Path]:
     """Return the directory of a process's control group by controller, without groups that are not visible here."""
     seen, found = mounts(), {}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*GONE):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             for controller in controllers.split(","):
@@ -58,11 +57,13 @@ def is_in(pid: int, group: Path) -> bool:
 
 
 def pids_in(group: Path) -> list[int]:
-    """Return the ids of all processes in a group and below it; empty if the group is gone."""
+    """Return the ids of all processes in a group and below it; empty if the group is gone. OSError: it cannot be read now."""
     found: list[int] = []
-    for directory, _, _ in os.walk(group):
-        with contextlib.suppress(OSError):
+    for directory, _, _ in os.walk(group, onerror=_raise_if_short):
+        try:
             found += map(int, Path(directory, "cgroup.procs").read_text().split())
+        except OSError as error:
+            _raise_if_short(error)
     return found
 
 
@@ -159,6 +160,11 @@ def _marked(own: Path, mark: str) -> tuple[Path, ...]:
     if mark in own.name:
         return (own,)
     return (own, own.parent) if own.name == CRUN_CHILD and mark in own.parent.name else ()
+
+
+def _raise_if_short(error: OSError) -> None:
+    if error.errno in SHORT:
+        raise error
 
 
 def _removed(path: Path) -> bool:

@@ -1,9 +1,17 @@
-"""Processes and their descendants, from /proc. Standard library only."""
+"""Processes and their descendants, from /proc. Standard library only.
+
+A process that has gone is an answer. Any other error is raised, as when no descriptor is free: the kill-switch must not take it
+for an end.
+"""
 
 import contextlib
+import errno
 import os
 import signal
 from typing import NamedTuple
+
+GONE = (FileNotFoundError, ProcessLookupError)  # errors of a process that has been reaped (proc(5))
+SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # errors that are about this process or machine alone
 
 
 class Stat(NamedTuple):
@@ -34,11 +42,13 @@ class Process(NamedTuple):
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return None
-        found = stat_of(self.pid)
-        if found is None or found.started != self.started:
-            os.close(descriptor)
-            return None
-        return descriptor
+        found = None
+        try:
+            found = process_of(self.pid)
+        finally:
+            if found != self:
+                os.close(descriptor)
+        return descriptor if found == self else None
 
     def kill(self) -> None:
         """Send SIGKILL if it still exists; PermissionError if that is not allowed."""
@@ -58,7 +68,7 @@ def stat_of(pid: int, proc: str = "/proc") -> Stat | None:
             fields = file.read().rpartition(b")")[2].split()
         used = sum(map(int, fields[11:15]))
         return Stat(fields[0].decode(), int(fields[1]), int(fields[4]), used, int(fields[19]))
-    except (OSError, IndexError):
+    except GONE:
         return None
 
 
@@ -76,7 +86,7 @@ def lives(process: Process) -> bool:
         return True
     try:
         return len(os.listdir(f"/proc/{process.pid}/task")) > 1  # noqa: PTH208
-    except OSError:
+    except GONE:
         return False
 
 
@@ -108,7 +118,7 @@ def _has_signal(pid: int, number: int, *masks: str) -> bool:
 def children_of(pid: int) -> list[int]:
     """Return the direct children of all threads of a process."""
     found = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*GONE):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
             with open(f"/proc/{pid}/task/{thread}/children") as file:  # noqa: PTH123
                 found += [int(child) for child in file.read().split()]

@@ -5,12 +5,13 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import select
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mesh.execution import killswitch, process_killer
 from mesh.execution.engine import EngineError
 from mesh.execution.guest_registry import GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, CLIENTS, KillSwitch, open_switch
+from mesh.util import cgroups
 from mesh.util.processes import Process, lives, process_of
 from tests.execution.bench import LOOP, WAIT_S, containers, processes_with, wait_until
 from tests.execution.place import Place, entry, fresh_mark
@@ -240,6 +242,55 @@ def test_hanging_guest_does_not_delay_other_guests(bystander: Process, monkeypat
     monkeypatch.setattr(process_killer, "GIVE_UP_S", 0.0)
     (left,) = first.result(WAIT_S)
     assert left.left == (os.getpid(),) and "does not end" in str(left)
+    switch.close()
+
+
+@contextlib.contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 16, before[1]))  # noqa: PTH208
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_kill_works_without_a_free_descriptor(bystander: Process) -> None:
+    switch = KillSwitch()
+    switch.open()
+    starting = switch.add(entry(container="c" * 64, job="starting"))  # before its first process is known
+    running = switch.add(entry(head=bystander))
+    with no_free_descriptor():
+        first, second = switch.kill(starting).result(WAIT_S), switch.kill(running).result(WAIT_S)
+        assert [one.problem for one in (*first, *second)] == ["", ""] and second[0].processes == 1
+    assert not lives(bystander)
+    switch.close()
+
+
+def test_guest_that_cannot_be_looked_for_is_not_taken_for_dead(
+    bystander: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(killswitch, "SPARES", 0)
+    monkeypatch.setattr(process_killer, "GIVE_UP_S", 0.0)
+    group = Path(next(iter(cgroups.groups_of(os.getpid()).values())))
+    switch = KillSwitch()
+    switch.open()
+    keys = [switch.add(one) for one in (entry(head=bystander), entry(watcher=bystander), entry(container="c" * 64))]
+    with no_free_descriptor():
+        for key in keys:
+            (left,) = switch.kill(key).result(WAIT_S)
+            assert "it is unknown whether it has ended" in str(left) and left.processes
+        with pytest.raises(OSError, match="Too many open files"):
+            cgroups.pids_in(group)
+    assert lives(bystander)
+    monkeypatch.setattr(process_killer, "GIVE_UP_S", 600.0)
+    (killed,) = switch.kill(keys[0]).result(WAIT_S)
+    assert killed.processes == 1 and not lives(bystander), "the thread goes on"
     switch.close()
 
 

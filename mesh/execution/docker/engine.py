@@ -550,9 +550,10 @@ class DockerGuest:
 
     def _pids(self) -> frozenset[int]:
         """Return the first process, which adopts orphans in the container, and its descendants."""
-        if self._head is None or process_of(self._head.pid) != self._head:
-            return frozenset()
-        return frozenset({self._head.pid, *descendants_of(self._head.pid)})
+        with contextlib.suppress(OSError):  # no descriptor is free
+            if self._head is not None and lives(self._head):
+                return frozenset({self._head.pid, *descendants_of(self._head.pid)})
+        return frozenset()
 
 
 def _socket_path() -> str:

@@ -321,9 +321,7 @@ class ProcessGuest:
         return bool(catching)
 
     async def pids(self) -> frozenset[int]:
-        """Return its processes, orphans included: its watcher adopts them if there is no PID namespace."""
-        watcher = self._watcher
-        return frozenset(descendants_of(watcher.process.pid)) if watcher is not None and watcher.lives else frozenset()
+        return self._family()
 
     async def stands_still(self) -> bool:
         return bool(cgroups.are_frozen(self._groups)) or all(stands_still(pid) for pid in self._pids())
@@ -404,10 +402,14 @@ class ProcessGuest:
 
     def _pids(self) -> list[int]:
         """Return every process of the job: the watcher's descendants without process 1 of the guest."""
-        if self._watcher is None or not self._watcher.lives:
-            return []
-        first = self._first.pid if self._first is not None else 0
-        return [pid for pid in descendants_of(self._watcher.process.pid) if pid != first]
+        return sorted(self._family() - {self._first.pid if self._first is not None else 0})
+
+    def _family(self) -> frozenset[int]:
+        """Return the watcher's descendants. It adopts orphans if there is no PID namespace."""
+        with contextlib.suppress(OSError):  # no descriptor is free
+            if self._watcher is not None and self._watcher.lives:
+                return frozenset(descendants_of(self._watcher.process.pid))
+        return frozenset()
 
 
 def _root(pid: int) -> tuple[int, int] | None:
