@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from mesh.execution.docker.socket import EngineSocket, Output
 from mesh.execution.engine import BadCommand, BadImage, EngineError
 from mesh.execution.process.engine import ProcessEngine
 from mesh.util.boottime import boot_s
-from mesh.util.processes import Process, lives
+from mesh.util.processes import Process, descendants_of, lives
 from tests.container_images import busybox_image
 from tests.execution.bench import (
     COUNT,
@@ -257,6 +258,25 @@ async def test_guest_in_namespaces_sees_only_itself(tmp_path: Path) -> None:
     bench = Bench(engine, tmp_path, None)
     text = await bench.output("ls /proc")
     assert sum(name.isdigit() for name in text.split()) <= 4 and os.path.exists(f"/proc/{os.getpid()}")  # noqa: PTH110
+
+
+async def test_processes_of_guest_are_listed_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listing the thousands of processes that a guest may have takes longer than the loop may wait."""
+    bench, on_the_loop = Bench(ProcessEngine(), tmp_path, None), list[bool]()
+    guest = await bench.shell(LOOP)
+
+    def noted(pid: int) -> set[int]:
+        on_the_loop.append(threading.current_thread() is threading.main_thread())
+        return descendants_of(pid)
+
+    monkeypatch.setattr("mesh.execution.process.engine.descendants_of", noted)
+    for ask in (guest.pids, guest.stands_still, guest.catches_term, guest.terminate):
+        await ask()
+    assert on_the_loop == [False] * 4
+    await guest.kill()
+    await bench.engine.close()
 
 
 async def test_relative_command_is_found_in_working_directory(tmp_path: Path) -> None:

@@ -308,9 +308,12 @@ class ProcessGuest:
         self._exit.add_done_callback(lambda _: call())
 
     async def catches_term(self) -> bool:
-        return any(catches(pid, signal.SIGTERM) for pid in self._told())
+        return await asyncio.to_thread(lambda: any(catches(pid, signal.SIGTERM) for pid in self._told()))
 
     async def terminate(self) -> bool:
+        return await asyncio.to_thread(self._terminate)
+
+    def _terminate(self) -> bool:
         pids = self._told()
         catching = [pid for pid in pids if catches(pid, signal.SIGTERM)]
         # A helper with a session of its own (W&B's, and every program in Go "catches" SIGTERM) would end before it is done.
@@ -321,9 +324,12 @@ class ProcessGuest:
         return bool(catching)
 
     async def pids(self) -> frozenset[int]:
-        return self._family()
+        return await asyncio.to_thread(self._family)
 
     async def stands_still(self) -> bool:
+        return await asyncio.to_thread(self._stands_still)
+
+    def _stands_still(self) -> bool:
         return bool(cgroups.are_frozen(self._groups)) or all(stands_still(pid) for pid in self._pids())
 
     def allow_until(self, boot_s: float) -> None:
@@ -382,13 +388,10 @@ class ProcessGuest:
             if not self._exit.done():
                 self._exit.set_result(Exit(code=code, oom=oom, fault=fault))
 
-    def _close_doors(self) -> None:
+    def _close_pipe(self) -> None:
         if self._doors is not None:
             self._doors.close()
             self._doors = None
-
-    def _close_pipe(self) -> None:
-        self._close_doors()
         if self._daemon_end >= 0:
             os.close(self._daemon_end)
             self._daemon_end = -1
