@@ -220,10 +220,16 @@ class Reclaimer:
     async def _go_on(self, job: bytes, guest: _Guest) -> bool:
         """Resume a guest; return whether it runs again."""
         begun, attempt = boot_s(), guest.attempt
-        attempt.hold("")
+        why = attempt.held
+        attempt.hold("")  # the driver needs its processes to run
         tenant = self._guard.tenant(format_job(job))
         if tenant is not None and "presence" in tenant.closed_by:
-            problem = await self._guard.resume(tenant, by="presence")
+            problem = "interrupted"
+            try:
+                problem = await self._guard.resume(tenant, by="presence")
+            finally:
+                if problem:
+                    attempt.hold(why)
             if problem:
                 guest.again_at = boot_s() + AGAIN_S
                 log.warning("job %s: it cannot resume yet: %s", format_job(job)[:8], problem)

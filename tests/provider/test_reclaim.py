@@ -199,6 +199,9 @@ async def test_gate_closes_at_once_and_gpu_memory_is_freed_for_an_owner_on_the_g
     world.problem = "no room"
     await world.look(LEND)
     assert world.guarded[2:] == ["resumed"] and world.states() == ["suspended"]
+    assert attempt.held == SUSPEND_GPU.why, "it does not run without its memory"
+    await world.look(SUSPEND_GPU)
+    assert attempt.held == SUSPEND_GPU.why, "nor when the owner is back"
     await world.look(LEND)
     assert world.guarded[3:] == [], f"tried again after {AGAIN_S} s"
     world.reclaimer._guests[JOB].again_at = 0.0
