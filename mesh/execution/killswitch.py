@@ -123,22 +123,33 @@ class KillSwitch:
     def add(self, entry: GuestEntry) -> str:
         """Register a guest before any of its programs can run; return its key. EngineError if it must not start."""
         key = f"{entry.job[:8]}-{secrets.token_hex(8)}"
-        self.update(key, entry)
+        with self._lock:
+            self._guests[key] = entry
+        self._keep(key, entry)
         if self.holding:
             self.remove(key)
             raise EngineError("its owner has taken this machine back")
         return key
 
     def update(self, key: str, entry: GuestEntry) -> None:
-        """Replace a guest's entry. EngineError if it cannot be written."""
+        """Replace a guest's entry unless it was removed. EngineError if it cannot be written."""
         with self._lock:
+            if key not in self._guests:
+                return
             self._guests[key] = entry
+        self._keep(key, entry)
+
+    def _keep(self, key: str, entry: GuestEntry) -> None:
         if self.register is not None:
             try:
                 self.register.keep(key, entry)
             except OSError as error:
                 self.remove(key)
                 raise EngineError(f"the guest cannot be registered for `mesh killall`: {error}") from error
+            with self._lock:
+                removed = key not in self._guests
+            if removed:  # while it was written
+                self.register.drop(key)
 
     def check_started(self, key: str) -> None:
         """Kill a guest and raise EngineError if the owner took the machine back while it started. Blocks."""

@@ -353,6 +353,22 @@ def test_guest_killed_without_the_daemon_while_it_started_does_not_go_on(tmp_pat
     switch.close()
 
 
+@pytest.mark.parametrize("when", ["before", "while it is written"])
+def test_entry_that_was_removed_does_not_come_back(
+    tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    register = GuestRegistry(tmp_path)
+    switch = KillSwitch(register)
+    key, keep = switch.add(entry()), register.keep
+    if when == "before":
+        switch.remove(key)
+    else:
+        monkeypatch.setattr(register, "keep", lambda *asked: [switch.remove(key), keep(*asked)])
+    switch.update(key, entry(head=bystander))
+    assert register.entries() == ({}, []) and switch.kill_all().result(WAIT_S) == []
+    switch.close()
+
+
 def test_clients_beyond_the_limit_are_turned_away(tmp_path: Path) -> None:
     switch = open_switch(GuestRegistry(tmp_path / "guests"), tmp_path / "kill.sock")
     with contextlib.ExitStack() as stack:
