@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.execution.engine import EngineError
 from mesh.execution.process.engine import Kernel, ProcessEngine
 from mesh.execution.process.sandbox import Sandbox, around, prefixes, tools
 from tests.execution.bench import WAIT_S, Bench
@@ -150,6 +151,43 @@ def test_prefixes_of_program(tmp_path: Path) -> None:
     assert around(home / ".local/bin", home) == (home / ".local/bin", home / ".local/lib")
     (home / "round").symlink_to(home / "round")
     assert set(prefixes(home / "round", home)) == {home}
+
+
+UNSEARCHABLE = """
+import os, tempfile
+from pathlib import Path
+from mesh.execution.process.sandbox import Sandbox
+if os.getuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+with tempfile.TemporaryDirectory() as made:
+    root = Path(made).resolve()
+    for name in ("open/bin", "closed/env/bin", "attempt"):
+        (root / name).mkdir(parents=True)
+        (root / name / "python3").touch()
+    (root / "closed").chmod(0)
+    sandbox = Sandbox(root / "home", [root], {"PATH": f"{root}/closed/env/bin:{root}/open/bin"})
+    kept = sandbox.plain(root / "attempt", [], 64)["kept"]
+    print(*(str(Path(path).relative_to(root)) for path in kept if Path(path).exists() and path.startswith(made)))
+    (root / "closed").chmod(0o700)
+"""
+
+
+def test_unsearchable_directory_on_path_is_left_out() -> None:
+    done = subprocess.run([sys.executable, "-c", UNSEARCHABLE], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout == "open\n", done.stderr
+
+
+async def test_guest_whose_files_cannot_be_prepared_does_not_start(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*asked: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Sandbox, "plain", full)
+    engine = ProcessEngine(sandbox=sandboxed(machine))
+    with pytest.raises(EngineError, match="its files cannot be prepared: No space left"):
+        await Bench(engine, machine / "state/jobs/own", None).shell("true")
+    await engine.close()
 
 
 @given(st.text(max_size=60), st.text(max_size=60))

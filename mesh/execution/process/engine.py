@@ -154,7 +154,10 @@ class ProcessEngine:
         if launch.secrets.directory is not None and not (self._hides and self._kernel and self._kernel.namespaces):
             raise EngineError(f"a plain process has no {SECRETS} of its own here: name variables, or an image")
         env = self._environment(launch)
-        order, group = await asyncio.to_thread(self._prepared, launch, env)
+        try:
+            order, group = await asyncio.to_thread(self._prepared, launch, env)
+        except OSError as error:
+            raise EngineError(f"its files cannot be prepared: {error}") from error
         spec = {
             "argv": launch.argv,
             "wrap": self._wrap(launch),

@@ -96,7 +96,7 @@ class Sandbox:
     def _programs(self) -> set[Path]:
         programs = [Path(sys.executable), *(path / "bin" / name for path in self._sees for name in INTERPRETERS)]
         reads = {*self._sees, *tools(self._env, self.home)}.union(*(prefixes(each, self.home) for each in programs))
-        return {path for path in (read.resolve() for read in reads) if self._can_keep(path)}
+        return {path for path in (read.resolve() for read in reads) if self._can_keep(path) and os.path.lexists(path)}
 
     def _can_keep(self, path: Path) -> bool:
         """Return whether `path` lies within a hidden path and contains none."""
@@ -118,7 +118,7 @@ def tools(env: Mapping[str, str], home: Path) -> Iterator[Path]:
 def prefixes(program: Path, home: Path) -> Iterator[Path]:
     """Yield the trees that a program belongs to, link by link: an environment, then the interpreter it was made from."""
     for _ in range(LINKS):
-        if not (program.is_symlink() or program.exists()):
+        if not os.path.lexists(program):  # also in a directory that the daemon may not search
             return
         yield from around(program.parent, home)
         yield from around(program.parent.resolve(), home)
