@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from mesh.execution.docker import watchdog
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.docker.freeze_lock import FreezeLock
+from mesh.execution.docker.watchdog import Watchdog
 from mesh.execution.guest_registry import GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, KillSwitch
 from mesh.util.boottime import boot_s
@@ -134,6 +136,56 @@ def test_unpausable_guest_dies_with_lease(tmp_path: Path, bystander: Process, mo
         return not lives(bystander)
 
     wait_until(ended, "it to be ended")
+
+
+async def watchdog_of(watchdog: Watchdog, old: int = 0) -> int:
+    """Wait for a watchdog's process, other than this one."""
+    async with asyncio.timeout(WAIT_S):
+        while watchdog.problem or watchdog._process.pid == old:
+            await asyncio.sleep(0.01)
+    return watchdog._process.pid
+
+
+async def test_watchdog_that_dies_is_replaced_and_knows_the_leases(tmp_path: Path, bystander: Process) -> None:
+    """Without an engine and a control group, a watchdog kills a guest whose lease is over."""
+    register = GuestRegistry(tmp_path / "guests")
+    register.keep("key", entry(engine="docker", container="c" * 64, head=bystander))
+    keeper = await Watchdog.start(str(tmp_path / "none"), "node", register)
+    engine = DockerEngine("node")
+    engine._watchdog = keeper
+    try:
+        keeper.allow_until("c" * 64, boot_s() + 5.0)
+        first = await watchdog_of(keeper)
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(WAIT_S):
+            while not keeper.problem:
+                await asyncio.sleep(0)
+        assert "watchdog" in engine._problem
+        await watchdog_of(keeper, first)
+        assert not engine._problem
+        await asyncio.to_thread(wait_until, lambda: not lives(bystander), "the next watchdog to keep the lease")
+    finally:
+        await engine.close()
+
+
+def test_new_watchdog_wakes_and_stops_what_it_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases, asked = watchdog.Leases("", None, FreezeLock()), list[tuple[str, bool]]()
+    monkeypatch.setattr(leases, "_ask", lambda container, over: asked.append((container, over)) or True)
+    for container, until in (("a" * 64, 1.0), ("b" * 64, boot_s() + 600)):
+        leases.read(f"doubt {container}\nuntil {container} {until}\n".encode())
+    leases.read(f"until {'c' * 64} {boot_s() + 600}\n".encode())
+    for _ in range(2):
+        leases.enforce()
+    assert asked == [("a" * 64, True), ("b" * 64, False)], "each once; of a new container nothing is in doubt"
+
+
+async def test_watchdog_that_cannot_start_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "isolated", lambda *asked: ["/does/not/exist"])
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            await Watchdog.start("", "node", None)
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 1, "the loop may open one to watch children"  # noqa: PTH208
 
 
 DUMPS = """

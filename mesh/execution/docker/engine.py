@@ -129,7 +129,7 @@ class DockerEngine:
             if self._client is None:
                 await self._connect()
             await self._call(self._client.ping)
-            problem = self._traits.problem or await self._call(self._egress_problem)
+            problem = self._problem or await self._call(self._egress_problem)
             traits = self._traits
             self.system = await self._call(lambda: self._probe.look(traits.name, traits.version, traits.experimental))
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
@@ -148,6 +148,10 @@ class DockerEngine:
             limits_by="" if traits.disk_rate else delegation({*LIMITED_BY, "io"}),
         )
 
+    @property
+    def _problem(self) -> str:
+        return self._traits.problem or (self._watchdog.problem if self._watchdog is not None else "")
+
     async def _connect(self) -> None:
         path = _socket_path()
         self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
@@ -165,9 +169,9 @@ class DockerEngine:
         if launch.image is None:
             raise BadImage("the docker engine needs an image: --image NAME")
         if self._client is None and not (await self.availability()).ok:
-            raise EngineError(self._traits.problem or "no Docker engine answers on this node")
-        if self._traits.problem:
-            raise EngineError(self._traits.problem)
+            raise EngineError(self._problem or "no Docker engine answers on this node")
+        if self._problem:
+            raise EngineError(self._problem)
         assert self._socket is not None
         container, network = await self._call(lambda: self._create(launch))
         entry = GuestEntry(

@@ -2,16 +2,17 @@
 
 Containers, unlike child processes, would otherwise run on. The watchdog is a second process, standard library only, which reads
 a pipe from the daemon: `until ID SECONDS` (of CLOCK_BOOTTIME; after it the container is paused until a later line allows more),
-`gone ID`, `bye`. It asks the engine to pause a container, so that the engine knows. If the engine does not answer at once, it
-freezes the container's control group; if it may not, it kills the guest, as the kill-switch would. A pipe that closes without
-`bye` means that the daemon crashed: the containers are killed in the same way, and removed through the engine's socket once it
-answers.
+`doubt ID` (it may be paused or not: an earlier watchdog knew), `gone ID`, `bye`. It asks the engine to pause a container, so
+that the engine knows. If the engine does not answer at once, it freezes the container's control group; if it may not, it kills
+the guest, as the kill-switch would. A pipe that closes without `bye` means that the daemon crashed: the containers are killed
+in the same way, and removed through the engine's socket once it answers.
 """
 
 import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import math
 import os
 import select
@@ -37,46 +38,94 @@ SILENT_S = 3.0  # silence of the engine until a guest that only the engine could
 DOUBT_S = 10.0  # in which an engine that comes back may still carry out an old request (own choice)
 TRIES = 60  # to remove what a crashed daemon left; otherwise the next start does (own choice)
 
+log = logging.getLogger(__name__)
+
 
 class Watchdog:
-    """The daemon's end of the pipe. A line that does not fit is dropped; later lines supersede it."""
+    """The daemon's end of the pipe. A line that does not fit is dropped; later lines supersede it.
 
-    def __init__(self, process: asyncio.subprocess.Process, daemon_end: int, freeze_lock: FreezeLock) -> None:
-        self._process = process
-        self._daemon_end = daemon_end
-        self.freeze_lock = freeze_lock
+    When the process ends, another is started and gets the leases of all containers. Until then there is a `problem`.
+    """
+
+    def __init__(self, docker_socket: str, node: str, register: GuestRegistry | None) -> None:
+        self.freeze_lock = FreezeLock()
+        self._arguments = (docker_socket, node, str(register.directory) if register is not None else "")
+        self._process: asyncio.subprocess.Process
+        self._keeper: asyncio.Task[None]
+        self._daemon_end = -1
+        self._until: dict[str, float] = {}  # by container
 
     @classmethod
     async def start(cls, docker_socket: str, node: str, register: GuestRegistry | None) -> "Watchdog":
-        theirs, ours = os.pipe()
-        freeze_lock = FreezeLock()
-        process = await asyncio.create_subprocess_exec(
-            *isolated("mesh.execution.docker", "watchdog"),
-            str(theirs),
-            docker_socket,
-            node,
-            str(register.directory) if register is not None else "",
-            str(freeze_lock.descriptor),
-            pass_fds=(theirs, freeze_lock.descriptor),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        os.close(theirs)
-        os.set_blocking(ours, False)
-        return cls(process, ours, freeze_lock)
+        """Return a watchdog that runs. OSError if no process can be started."""
+        watchdog = cls(docker_socket, node, register)
+        try:
+            await watchdog._spawn()
+        except BaseException:
+            watchdog.freeze_lock.close()
+            raise
+        watchdog._keeper = asyncio.create_task(watchdog._keep(), name="watchdog")
+        return watchdog
+
+    @property
+    def problem(self) -> str:
+        return "" if self._daemon_end >= 0 else "the watchdog of containers has ended, and no other has started yet"
 
     def allow_until(self, container: str, until: float) -> None:
+        self._until[container] = until
         self._tell(f"until {container} {until}\n")
 
     def gone(self, container: str) -> None:
+        self._until.pop(container, None)
         self._tell(f"gone {container}\n")
 
     async def dismiss(self) -> None:
+        self._keeper.cancel()
+        await asyncio.wait([self._keeper])
         self._tell("bye\n")
-        os.close(self._daemon_end)
-        self._daemon_end = -1
+        self._hang_up()
         await self._process.wait()
         self.freeze_lock.close()
+
+    async def _spawn(self) -> None:
+        theirs, ours = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *isolated("mesh.execution.docker", "watchdog"),
+                str(theirs),
+                *self._arguments,
+                str(self.freeze_lock.descriptor),
+                pass_fds=(theirs, self.freeze_lock.descriptor),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        os.set_blocking(ours, False)
+        self._daemon_end = ours
+
+    async def _keep(self) -> None:
+        while True:
+            await self._process.wait()
+            self._hang_up()
+            log.error("the watchdog of containers has ended (%s): another is started", self._process.returncode)
+            while self._daemon_end < 0:
+                try:
+                    await self._spawn()
+                except OSError as error:
+                    log.error("no watchdog of containers can be started: %s", error)
+                    await asyncio.sleep(AGAIN_S)
+            for container, until in self._until.items():
+                self._tell(f"doubt {container}\nuntil {container} {until}\n")
+            await asyncio.sleep(AGAIN_S)  # it may end at once
+
+    def _hang_up(self) -> None:
+        if self._daemon_end >= 0:
+            os.close(self._daemon_end)
+            self._daemon_end = -1
 
     def _tell(self, line: str) -> None:
         if self._daemon_end >= 0:
@@ -107,6 +156,8 @@ class Leases:
             match line.split():
                 case ["until", container, until]:
                     self._until[container] = float(until)
+                case ["doubt", container]:
+                    self._doubtful.setdefault(container, 0.0)
                 case ["gone", container]:
                     self._until.pop(container, None)
                     self._still.discard(container)
