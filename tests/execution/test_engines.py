@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import requests
 
-from mesh.execution.docker.engine import DockerEngine
+from mesh.execution.docker.engine import DockerEngine, Network
 from mesh.execution.docker.socket import EngineSocket, Output
 from mesh.execution.engine import BadCommand, BadImage, EngineError
 from mesh.execution.process.engine import ProcessEngine
@@ -402,6 +404,19 @@ async def test_slow_engine_is_waited_for_at_exit(tmp_path: Path, monkeypatch: py
             assert (await guest.wait()).code == 3
     finally:
         await engine.close()
+
+
+async def test_network_is_removed_while_the_engine_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> None:
+        raise requests.ConnectionError("no answer")
+
+    engine, removed = DockerEngine(f"away-{os.getpid()}"), list[tuple[object, str]]()
+    engine._client, engine._answers = SimpleNamespace(ping=silent, close=print), True
+    monkeypatch.setattr(engine._bridges, "remove", lambda *asked: removed.append(asked))
+    assert not (await engine.availability()).ok
+    engine._remove(SimpleNamespace(remove=lambda force: None, id="c"), Network("m1"))
+    assert removed == [(engine._client, "m1")] and engine._client is not None
+    await engine.close()
 
 
 @pytest.mark.docker

@@ -117,6 +117,7 @@ class DockerEngine:
         self._traits = Traits()
         self._probe, self.system = Probe(system), SystemCheckpoints()
         self._client: Any = None
+        self._answers = False  # whether the engine answered when it was last asked
         self._socket: EngineSocket | None = None
         self._watchdog: Watchdog | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
@@ -126,14 +127,14 @@ class DockerEngine:
 
     async def availability(self) -> Availability:
         try:
-            if self._client is None:
+            if not self._answers:
                 await self._connect()
             await self._call(self._client.ping)
             problem = self._problem or await self._call(self._egress_problem)
             traits = self._traits
             self.system = await self._call(lambda: self._probe.look(traits.name, traits.version, traits.experimental))
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
-            self._client = None
+            self._answers = False
             return Availability(ok=False, detail=f"no Docker engine answers ({why_silent(error)})")
         if problem:
             return Availability(ok=False, detail=problem)
@@ -161,6 +162,7 @@ class DockerEngine:
             self._socket = EngineSocket(path)
         if self._watchdog is None:
             self._watchdog = await Watchdog.start(path, self._node, self._switch.register)
+        self._answers = True
 
     async def start(self, launch: Launch) -> Guest:
         return await self._starts.finish(self._start(launch), launch.job)
@@ -168,7 +170,7 @@ class DockerEngine:
     async def _start(self, launch: Launch) -> "DockerGuest":
         if launch.image is None:
             raise BadImage("the docker engine needs an image: --image NAME")
-        if self._client is None and not (await self.availability()).ok:
+        if not self._answers and not (await self.availability()).ok:
             raise EngineError(self._problem or "no Docker engine answers on this node")
         if self._problem:
             raise EngineError(self._problem)
