@@ -10,7 +10,8 @@ import os
 import signal
 from typing import NamedTuple
 
-GONE = (FileNotFoundError, ProcessLookupError)  # errors of a process that has been reaped (proc(5))
+# Errors of a process that has been reaped, or that is hidden from this user (proc(5), hidepid).
+GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # errors that are about this process or machine alone
 
 

@@ -129,7 +129,7 @@ async def test_guests_leases_and_starts_outlive_the_server(bench: Bench) -> None
 
 
 async def test_server_that_hangs_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "START_S", 0.5)
+    monkeypatch.setattr(watcher, "START_S", 2.0)
     server = only(servers())
     os.kill(server.pid, signal.SIGSTOP)
     guest = await bench.shell(LOOP)
