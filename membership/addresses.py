@@ -11,6 +11,7 @@ from ipaddress import ip_address, ip_network
 
 ANY_HOSTS = ("0.0.0.0", "::")
 IPV6_ADDR_PREFERENCES, PREFER_PUBLIC = 72, 2  # linux/in6.h (RFC 5014); the socket module lacks them
+MAX_ADDRESS_CHARS = 45  # of an IPv6 address that ends in an IPv4 one
 NO_FAMILY = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # of a kernel without IPv6
 
 
@@ -54,6 +55,32 @@ def address_group(host: str) -> str:
     except ValueError:
         return host
     return host if address.version == 4 else str(ip_network((address, 64), strict=False))
+
+
+@lru_cache(4096)
+def is_address(host: str) -> bool:
+    """Return True for an IP address without a scope, and False for a name."""
+    try:
+        return "%" not in host and bool(ip_address(host))
+    except ValueError:
+        return False
+
+
+def is_endpoint(host: str, port: int) -> bool:
+    """Return True for an address and a port as members state them. A name would be resolved by whoever sends to it."""
+    return len(host) <= MAX_ADDRESS_CHARS and 0 < port < 65536 and is_address(host)
+
+
+def resolved(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
+    """Return an address as the system writes it; for a name its address, of IPv4 if it has one. OSError. This blocks."""
+    host = canonical(host)
+    if is_address(host):
+        return host
+    try:
+        found = [str(address[0]) for *_, address in socket.getaddrinfo(host, None, family, socket.SOCK_DGRAM)]
+    except ValueError as error:  # no name can be written so
+        raise OSError(f"{host!r} is not a name") from error
+    return min(found, key=lambda one: ":" in one)
 
 
 def is_any(bind_host: str) -> bool:

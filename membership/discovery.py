@@ -14,7 +14,7 @@ from pathlib import Path
 import ifaddr
 import msgspec
 
-from membership.addresses import family_of, is_any, prefer_public
+from membership.addresses import family_of, is_address, is_any, prefer_public
 
 SKIPPED_INTERFACES = ("docker", "veth", "virbr", "br-", "tun", "tap", "tailscale", "wg", "cni", "podman")
 LOOPBACKS = ("127.0.0.1", "::1")
@@ -121,19 +121,10 @@ def is_link_local(host: str) -> bool:
 
 def _sources_towards(host: str) -> Iterator[str]:
     """Yield the addresses from which the kernel would send to this host."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # a seed that is no name
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe, suppress(OSError):
                 if family == socket.AF_INET6:
                     prefer_public(probe)
                 probe.connect(address)  # sends no packet, only looks up the route
                 yield str(probe.getsockname()[0])
-
-
-def is_address(host: str) -> bool:
-    """Tell whether this is an address and not a name."""
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -4,13 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from membership.addresses import address_text
 from membership.reconcile import FRAME_LIMIT, FrameError
 
 
 @asynccontextmanager
 async def connected(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Connect to a node, and close the connection at the end. OSError."""
-    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except (ValueError, OverflowError) as error:  # of a seed that no name can be written as, or a port of mDNS
+        raise OSError(f"{address_text(host, port)} is not an address") from error
     try:
         yield reader, writer
     finally:

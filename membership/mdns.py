@@ -8,8 +8,8 @@ from collections.abc import Callable
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from membership.addresses import family_of
-from membership.discovery import LOOPBACKS, MdnsConfig, is_address, is_link_local, lan_addresses
+from membership.addresses import family_of, is_address
+from membership.discovery import LOOPBACKS, MdnsConfig, is_link_local, lan_addresses
 from membership.identity import NodeId, short_id
 
 SERVICE = "_campusmesh._udp.local."

@@ -155,7 +155,10 @@ class MembershipNode:
         if self._policy.allow_list is not None:
             read_allow_list(self._policy.allow_list)
         await self._bind()
-        await self._reachability.choose(self.port, self._seeds[0][0] if self._seeds else None)
+        try:
+            await self._reachability.choose(self.port, self._seeds[0][0] if self._seeds else None)
+        except OSError as error:
+            raise PortInUse(f"no address to advertise ({error}): give an IP address with --advertise") from error
         await asyncio.to_thread(self._revocations.read_into, self.trust, now_unix)
         await asyncio.to_thread(self._used_invites.read, now_unix)
         if self.identity.node_id in self.trust.revoked:
@@ -548,6 +551,7 @@ class MembershipNode:
                 self._core.expire()
                 self._check_clock()
                 await asyncio.to_thread(self._save_peers)
+            await self._reopen_transports()
             self._admission.tick()
             for node in self._core.paths.due(now):
                 self._spawn(self._try_udp(node), f"try UDP {short_id(node)}")
@@ -646,7 +650,6 @@ class MembershipNode:
         self._snapshots.write(self._snapshot)
 
     async def _bind(self) -> None:
-        loop = asyncio.get_running_loop()
         listeners: list[socket.socket] = []
         try:
             listeners = bound_sockets(self._bind_host, self.port, socket.SOCK_STREAM)
@@ -665,10 +668,24 @@ class MembershipNode:
                 raise PortInUse(f"{self._bind_host} is not an address of this machine: see --bind") from error
             raise
         self._listener.start(listeners)
+        await self._receive(receivers)
+
+    async def _receive(self, receivers: Sequence[socket.socket]) -> None:
+        loop = asyncio.get_running_loop()
         for receiver in receivers:
             receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
             transport, _ = await loop.create_datagram_endpoint(lambda: _Datagrams(self), sock=receiver)
             self._transports[receiver.family] = transport
+
+    async def _reopen_transports(self) -> None:
+        """Bind the UDP port again after asyncio closed a transport, which it does at an error that it does not know."""
+        if self._stopped or not any(transport.is_closing() for transport in self._transports.values()):
+            return
+        for transport in self._transports.values():
+            transport.abort()
+        await asyncio.sleep(0)  # asyncio closes the sockets in its next turn
+        await self._receive(bound_sockets(self._bind_host, self.port, socket.SOCK_DGRAM))
+        log.warning("UDP port %d was closed by an error and is open again", self.port)
 
     def _spawn(self, work: object, name: str) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)  # type: ignore[arg-type]

@@ -6,12 +6,13 @@ after each change of the network interfaces.
 
 import asyncio
 import logging
+import socket
 from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from membership.addresses import address_text, canonical, is_any
+from membership.addresses import address_text, family_of, is_any, resolved
 from membership.bootstrap import Bootstrap
 from membership.core import Clock, Core
 from membership.discovery import LOOPBACKS, advertised_address, lan_addresses, neighbours, without_route
@@ -75,13 +76,17 @@ class Reachability:
         self._check_at = 0.0
 
     async def choose(self, port: int, towards: str | None) -> None:
-        """Choose the address at a start: the one with which the kernel reaches `towards`, an address or a host name."""
+        """Choose the address at a start: the one with which the kernel reaches `towards`, an address or a host name.
+
+        A name that the owner set is resolved here, once. OSError if it has no address.
+        """
         self.port = port
         self._addresses = await asyncio.to_thread(lan_addresses)
-        if self._explicit is not None:
-            self.host = canonical(self._explicit)
-        else:
-            self.host = await asyncio.to_thread(advertised_address, self._bind_host, towards)
+        host = self._explicit
+        if host is None:
+            host = await asyncio.to_thread(advertised_address, self._bind_host, towards)
+        family = family_of(self._bind_host) if self._bind_host else socket.AF_UNSPEC
+        self.host = await asyncio.to_thread(resolved, host, family)
         self._check_at = self._clock.boot() + FIRST_CHECK_S
 
     async def check_interfaces(self, core: Core, beacon: "MdnsBeacon | None", woke_up: bool) -> None:

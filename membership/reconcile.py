@@ -7,6 +7,7 @@ answers nothing. Records come before evidence, since they carry the certificates
 
 import msgspec
 
+from membership.addresses import is_endpoint
 from membership.malformed import MALFORMED
 from membership.records import Digest
 
@@ -103,6 +104,9 @@ encode_frame = msgspec.msgpack.encode
 
 def decode_frame(payload: bytes) -> AnyFrame:
     try:
-        return _decoder.decode(payload)
+        frame = _decoder.decode(payload)
     except MALFORMED as error:
         raise FrameError(f"not a push-pull frame: {error}") from error
+    if isinstance(frame, ReachMe) and not is_endpoint(frame.host, frame.port):
+        raise FrameError("impossible address")
+    return frame

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from membership.addresses import is_endpoint
 from membership.malformed import MALFORMED
 
 MAX_EPOCH = 2**62
@@ -112,6 +113,6 @@ def decode_evidence(author: bytes, payload: bytes) -> AnyEvidence:
         raise WireError("only a node itself may state that it is alive or has left")
     if not (0 <= evidence.epoch < MAX_EPOCH and 0 <= evidence.incarnation < MAX_INCARNATION):
         raise WireError("impossible epoch or incarnation")
-    if isinstance(evidence, Alive) and not (0 < evidence.port < 65536 and 0 < len(evidence.host) <= 64):
+    if isinstance(evidence, Alive) and not is_endpoint(evidence.host, evidence.port):
         raise WireError("impossible address")
     return evidence

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from membership.addresses import is_endpoint
 from membership.identity import Identity, NodeId, short_id
 from membership.malformed import MALFORMED
 from mesh.rpc.frame_connection import MESSAGE_LIMIT, Line
@@ -183,7 +184,7 @@ class PeerClient:
     def _url(self, node: NodeId, path: str) -> str:
         """Return the URL of a call, with the node's name as its host. PeerError if no address is known."""
         address = self._lookup(node)
-        if address is None or self._session is None:
+        if address is None or self._session is None or not is_endpoint(address.host, address.port):
             raise PeerError(f"no address is known for node {short_id(node)}")
         name = node_name(node)
         self._resolver.hosts[name] = address.host
@@ -199,11 +200,8 @@ class _Addresses(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        address, kind = self.hosts[host], socket.SOCK_STREAM
-        try:
-            found = socket.getaddrinfo(address, port, type=kind, flags=socket.AI_NUMERICHOST)  # does not block
-        except socket.gaierror:
-            found = await asyncio.get_running_loop().getaddrinfo(address, port, type=kind)
+        numeric = socket.AI_NUMERICHOST  # never asks a name server, so it does not block
+        found = socket.getaddrinfo(self.hosts[host], port, type=socket.SOCK_STREAM, flags=numeric)
         return [
             ResolveResult(hostname=host, host=str(sockaddr[0]), port=port, family=family, proto=proto, flags=0)
             for family, _, proto, _, sockaddr in found

@@ -95,7 +95,7 @@ class MembershipNode:
         self.name = f"node{number:03d}"
         self.identity, self.chain = identity, chain
         self.id = identity.node_id
-        self.address: Address = (self.name, PORT)
+        self.address: Address = (f"1:{number:03d}::", PORT)  # each node in a network of its own
         self.host_name: Address = (f"{self.name}.campus", PORT)  # resolves to its present address
         faults, clock = world.faults, world.streams.get(self.name, "clock")
         self.offset_s = clock.uniform(0, 1e6)
@@ -238,8 +238,7 @@ class MembershipNode:
 
     def move(self) -> None:
         """Change the address; packets to the old one are lost."""
-        host, _ = self.address
-        self.address = (f"{host.partition('@')[0]}@{self.world.kernel.now:.0f}", PORT)
+        self.address = (f"1:{self.number:03d}:{self.world.kernel.now % 9999:.0f}::", PORT)
         self.world.placed(self)
         if self.up:
             self.perform(self.core.swim.set_address(*self.address, self.boot()))

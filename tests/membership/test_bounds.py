@@ -21,6 +21,7 @@ from membership.config import SwimConfig
 from membership.identity import Identity
 from membership.probe import MAX_RELAYS, Relays
 from membership.ratelimit import BURST_S, TokenBuckets
+from membership.reconcile import FrameError, ReachMe, decode_frame, encode_frame
 from membership.records import MAX_LIFE_S, RecordTable
 from membership.rumours import RumourQueue
 from membership.snapshot import RevocationFile, Snapshot, SnapshotFile, UsedInvites
@@ -31,6 +32,8 @@ from tests.membership.test_core import CoreNode, meet
 from tests.membership.test_records import GENESIS, NOW, PEER, ROOT, sealed, table
 
 NODE, OTHER = b"n" * 32, b"o" * 32
+# What asyncio would close a socket for, what no name can be written as, a name, and an address of one link.
+NO_ADDRESSES = ["", "a\0b", "a..b", "a" * 64, "lab.example.edu", "fe80::1%eth0", "fe80::1%a\0b"]
 
 
 def test_two_records_of_one_version_do_not_replace_each_other() -> None:
@@ -102,14 +105,21 @@ def test_machines_that_endorsements_add_to_a_user_are_bounded(tmp_path: Path, mo
     "evidence",
     [
         Suspect(NODE, 1, MAX_INCARNATION),
-        Alive(NODE, 1, 0, "host", 0, False),
-        Alive(NODE, 1, 0, "", 7373, False),
+        Alive(NODE, 1, 0, "10.0.0.1", 0, False),
+        *(Alive(NODE, 1, 0, host, 7373, False) for host in NO_ADDRESSES),
     ],
-    ids=["incarnation", "port", "host"],
+    ids=repr,
 )
 def test_impossible_evidence_is_refused(evidence: Alive | Suspect) -> None:
     with pytest.raises(WireError, match="impossible"):
         decode_evidence(NODE, encode(evidence))
+
+
+@pytest.mark.parametrize(("host", "port"), [("10.0.0.1", 70_000), *((host, 7373) for host in NO_ADDRESSES)])
+def test_reachability_is_asked_for_addresses_alone(host: str, port: int) -> None:
+    with pytest.raises(FrameError, match="impossible"):
+        decode_frame(encode_frame(ReachMe(1, host, port)))
+    assert decode_frame(encode_frame(ReachMe(1, "2001:db8::1", 7373))) == ReachMe(1, "2001:db8::1", 7373)
 
 
 def test_accuser_is_believed_again_after_the_window() -> None:

@@ -74,6 +74,7 @@ class CoreNode:
 
     def __init__(self, name: str, epoch: int = 1) -> None:
         self.name = name
+        self.host = f"10.0.0.{list(PEOPLE).index(name) + 1}"
         self.now = 0.0
         self.effects: list[Effect] = []
         self.identity, chain = PEOPLE[name]
@@ -87,7 +88,7 @@ class CoreNode:
             Random(1),
             self,
             self.effects.extend,
-            host=name,
+            host=self.host,
             port=7373,
             epoch=epoch,
         )
@@ -155,7 +156,7 @@ def test_newcomer_is_introduced_to_the_others_once() -> None:
     talk(cyd, ann, cyd.core.push_pull())
     (sent,) = (effect for effect in ann.effects if isinstance(effect, SendPacket))
     assert sent.to == bob.identity.node_id
-    bob.core.on_datagram(ann.core.seal_packet(sent.to, sent.packet), ("ann", 7373))
+    bob.core.on_datagram(ann.core.seal_packet(sent.to, sent.packet), (ann.host, 7373))
     assert bob.knows(cyd), "with its certificate and its address"
     ann.effects.clear()
     talk(cyd, ann, cyd.core.push_pull())
@@ -184,16 +185,16 @@ def test_push_pull_brings_the_chain_of_its_own_node(caller: str) -> None:
 def test_evidence_about_an_unknown_node_waits_for_its_certificate() -> None:
     ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
     meet(ann, bob)
-    word = cyd.core._seal_evidence(Alive(cyd.identity.node_id, 1, 0, "cyd", 7373, False, 1))
+    word = cyd.core._seal_evidence(Alive(cyd.identity.node_id, 1, 0, cyd.host, 7373, False, 1))
     packet = Rumours(5, bytes(8), (("member", word),))
     ann.effects.clear()
-    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, 7373))
     assert not ann.knows(cyd) and ann.core.counters["unknown_author"] == 1
     assert ann.asked_for(WantReconcile), "the sender is asked about unknown nodes"
     shown = cyd.core.records.get(cyd.identity.node_id, "trust", NOW)
     assert shown is not None
     packet = Rumours(6, bytes(8), (("record", shown.sealed),))
-    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, 7373))
     assert ann.knows(cyd), "the waiting evidence was applied"
 
 
@@ -206,10 +207,10 @@ def test_evidence_about_unknown_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch
     for number in range(1, 20):
         stranger = Identity(bytes([number]) * 32)
         word = MeshSealer(stranger, ann.core.trust.mesh_id).seal(
-            "member", encode(Alive(stranger.node_id, 1, 0, "h", 7373, False, 1))
+            "member", encode(Alive(stranger.node_id, 1, 0, "10.0.0.9", 7373, False, 1))
         )
         packet = Rumours(number, bytes(8), (("member", word),))
-        ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", number))
+        ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, number))
     assert ann.core.counters["unknown_author"] == 19 and len(ann.core._unknown) == 8
     assert len(ann.asked_for(WantReconcile)) == 1
 
@@ -217,9 +218,9 @@ def test_evidence_about_unknown_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch
 def test_sender_without_an_address_is_not_asked_about_unknown_nodes() -> None:
     ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
     ann.core.trust.admit_chain(PEOPLE["bob"][1], NOW)
-    word = cyd.core._seal_evidence(Alive(cyd.identity.node_id, 1, 0, "cyd", 7373, False, 1))
+    word = cyd.core._seal_evidence(Alive(cyd.identity.node_id, 1, 0, cyd.host, 7373, False, 1))
     packet = Rumours(5, bytes(8), (("member", word),))
-    assert ann.core.on_stream_packet(bob.core.seal_packet(ann.identity.node_id, packet), "bob") == []
+    assert ann.core.on_stream_packet(bob.core.seal_packet(ann.identity.node_id, packet), bob.host) == []
     assert ann.core.counters["unknown_author"] == 1 and not ann.asked_for(WantReconcile)
 
 
@@ -281,7 +282,7 @@ def test_revoked_node_is_dropped_and_gets_only_the_revocation() -> None:
     before = ann.core.counters["refused_revoked"]
     ann.effects.clear()
     packet = Rumours(7, bytes(8), ())
-    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, 7373))
     assert ann.core.counters["refused_revoked"] == before + 1 and not ann.effects
 
 
@@ -290,7 +291,7 @@ def test_accusation_of_a_node_that_was_revoked_since_is_refuted() -> None:
     meet(root, ann, bob, cyd)
     verdict = bob.core._seal_evidence(Dead(cyd.identity.node_id, 1, 0))
     packet = Rumours(5, bytes(8), (("member", verdict),))
-    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, 7373))
     root.core.publish_statement(make_revocation(ROOT, root.core.trust, bob.identity.node_id, "", NOW))
     meet(root, ann)
     meet(root, cyd)
@@ -400,7 +401,7 @@ def test_nonsense_signed_by_a_member_breaks_nothing(packets: list[AnyPacket]) ->
     meet(ann, bob)
     for packet in packets:
         data = bob.core._sealer.seal_to(ann.identity.node_id, encode(packet))
-        ann.core.on_datagram(data, ("bob", 7373))
+        ann.core.on_datagram(data, (bob.host, 7373))
         for effect in ann.asked_for(SetTimer):
             ann.core.on_timer(effect.name, effect.token, effect.at)  # type: ignore[attr-defined]
         ann.effects.clear()
@@ -420,10 +421,10 @@ def test_packet_is_refused_by_other_nodes_than_its_recipient() -> None:
     ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
     meet(ann, bob, cyd)
     data = ann.core.seal_packet(bob.identity.node_id, Rumours(1, bytes(8), ()))
-    cyd.core.on_datagram(data, ("ann", 7373))
+    cyd.core.on_datagram(data, (ann.host, 7373))
     assert cyd.core.counters["refused_unsigned"] == 1
-    bob.core.on_datagram(data, ("ann", 7373))
-    bob.core.on_datagram(data, ("ann", 7373))
+    bob.core.on_datagram(data, (ann.host, 7373))
+    bob.core.on_datagram(data, (ann.host, 7373))
     assert bob.core.counters["refused_replayed"] == 1
 
 
@@ -434,7 +435,7 @@ def test_departure_is_reported_once() -> None:
     farewell = next(e for e in bob.core.swim.leave(0.0) if isinstance(e, SendPacket))
     for number in range(3):
         packet = Rumours(100 + number, bytes(8), farewell.packet.gossip)
-        ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+        ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, 7373))
     assert [effect.state for effect in ann.asked_for(MemberChanged)] == ["left"]  # type: ignore[attr-defined]
 
 
@@ -450,7 +451,7 @@ def test_subject_can_refute_any_accepted_evidence() -> None:
     for number, lie in enumerate(lies):
         packet = Rumours(200 + number, bytes(8), (("member", bob.core._seal_evidence(lie)),))
         for node in (ann, cyd):
-            node.core.on_datagram(bob.core.seal_packet(node.identity.node_id, packet), ("bob", 7373))
+            node.core.on_datagram(bob.core.seal_packet(node.identity.node_id, packet), (bob.host, 7373))
         for node in (ann, cyd):
             node.now += 1.0
         meet(ann, cyd)
@@ -601,9 +602,9 @@ def test_sections_follow_an_epoch_that_a_packet_raised() -> None:
     ann, bob = CoreNode("ann"), CoreNode("bob")
     meet(ann, bob)
     ann.core.publish("facts", b"x", 600)
-    former = Alive(ann.identity.node_id, 500, 0, "ann", 7373, False, 1)
+    former = Alive(ann.identity.node_id, 500, 0, ann.host, 7373, False, 1)
     packet = Rumours(1, bytes(8), (("member", ann.core._seal_evidence(former)),))
-    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, 7373))
     record = ann.core.records.get(ann.identity.node_id, "facts", NOW)
     assert record is not None
     assert record.epoch == 501
@@ -619,7 +620,7 @@ def test_packet_of_a_member_with_an_expired_certificate_is_refused(monkeypatch: 
     meet(ann, bob)
     ann.effects.clear()
     ann.now = 3600.0 + 121.0  # before the upkeep that drops the member
-    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, Ping(1, bytes(8), ())), ("bob", 7373))
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, Ping(1, bytes(8), ())), (bob.host, 7373))
     assert ann.core.counters["refused_foreign"] == 1
     assert not ann.asked_for(SendPacket), "it is not answered"
     assert ann.asked_for(WantReconcile), "it may have a new certificate"

@@ -285,6 +285,26 @@ async def test_port_in_use_is_an_error_with_advice(mesh: Mesh) -> None:
     await second.stop()
 
 
+async def test_closed_udp_port_is_opened_again(mesh: Mesh) -> None:
+    await mesh.start(2)
+    node, other = mesh.nodes
+    for transport in node._transports.values():
+        transport.sendto(b"x", (LOOPBACK, 70_000))
+    assert all(transport.is_closing() for transport in node._transports.values())
+    await node._reopen_transports()
+    assert await node._ping_udp(other.identity.node_id, LOOPBACK, other.port)
+    assert await other._ping_udp(node.identity.node_id, LOOPBACK, node.port)
+
+
+async def test_address_that_cannot_be_reached_is_no_bug(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    await mesh.start(1)
+    (node,) = mesh.nodes
+    for host, port in (("a..b", 7373), (LOOPBACK, 70_000)):
+        node._perform([WantReconcile(b"", host, port)])
+    await until(lambda: node.counters["reconcile_failed"] == 2, "both to fail")
+    assert "failed" not in caplog.text
+
+
 async def test_node_that_leaves_soon_remembers_the_addresses_of_others(mesh: Mesh) -> None:
     await mesh.start(2)
     first, second = mesh.nodes

@@ -1,5 +1,7 @@
 """The advertised address follows what members see, within what the owner and this machine's interfaces allow."""
 
+import socket
+import threading
 from random import Random
 from typing import Any, cast
 
@@ -66,7 +68,24 @@ async def test_address_of_another_machine_is_never_advertised(monkeypatch: pytes
 
 
 async def test_address_that_the_owner_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (await checked(monkeypatch, OWN, explicit="lab.example.edu")).host == "lab.example.edu"
+    assert (await checked(monkeypatch, OWN, explicit="203.0.113.2")).host == "203.0.113.2"
+
+
+async def test_name_that_the_owner_set_is_resolved_once_and_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def getaddrinfo(host: str, *wanted: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        asked.append((host, threading.current_thread() is threading.main_thread()))
+        return [(0, 0, 0, "", (address, 0)) for address in ("2001:db8::7", "203.0.113.2")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert (await checked(monkeypatch, OWN, explicit="lab.example.edu")).host == "203.0.113.2"
+    assert asked == [("lab.example.edu", False)]
+
+
+async def test_name_that_nobody_can_resolve_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="is not a name"):
+        await checked(monkeypatch, OWN, explicit="a..b")
 
 
 async def test_address_at_which_the_node_is_reached_stays(monkeypatch: pytest.MonkeyPatch) -> None:

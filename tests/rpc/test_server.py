@@ -437,6 +437,18 @@ async def test_redirect_is_not_followed(world: World, how: str) -> None:
     assert not world.callers
 
 
+@pytest.mark.parametrize(("host", "port"), [("a..b", 7373), ("lab.example.edu", 7373), ("127.0.0.1", 70_000)])
+async def test_address_that_a_member_invents_is_asked_of_nobody(
+    host: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    peers = PeerClient(MEMBER, MESH, lambda node: Address(host, port))
+    await peers.open()
+    with pytest.raises(PeerError, match="no address is known"):
+        await peers.call(HOST.node_id, "GET", "/big")
+    await peers.close()
+
+
 async def test_kept_connection_is_not_used_for_another_node_at_its_address(world: World) -> None:
     async with world.client() as peers:
         await peers.call(HOST.node_id, "POST", "/echo", b"hello")
