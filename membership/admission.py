@@ -446,6 +446,9 @@ class Admission:
             decide()
         except TrustError as error:
             log.info("refused a join request: %s", error)
+        except OSError as error:
+            self._look = True  # decide again with the next tick
+            log.error("could not note the use of an invite: %s", error)
 
     def _is_open(self, node: NodeId, now_unix: float) -> bool:
         return (

@@ -11,8 +11,9 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 MAX_RECONCILES = 32  # at a time; bounds the connections that forged packets can cause
 MAX_STREAMING = 64  # packets over TCP at a time; as for one probe and a round of gossip every 0.1 s for two seconds
-UPKEEP_S = 10.0
+TICK_S, UPKEEP_S = 1.0, 10.0
 REPUBLISH_S = 6 * 3600.0  # certificates and revocations, long before their sections expire
 REACH_S, REACH_ATTEMPTS = 1.0, 3  # UDP pings of a reachability check; one ack is enough
 RENEW_RETRY_S = 30.0
@@ -542,25 +543,44 @@ class MembershipNode:
         upkeep_at = self._clock.boot() + UPKEEP_S
         while True:
             before = self._clock.boot()
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(TICK_S)
             now = self._clock.boot()
+            steps: list[Callable[[], Awaitable[None] | None]] = []
             if now >= upkeep_at:
                 upkeep_at = now + UPKEEP_S
                 woke_up = now - before > UPKEEP_S
-                await self._reachability.check_interfaces(self._core, self._beacon, woke_up)
-                self._core.expire()
-                self._check_clock()
-                await asyncio.to_thread(self._save_peers)
-            await self._reopen_transports()
-            self._admission.tick()
-            for node in self._core.paths.due(now):
-                self._spawn(self._try_udp(node), f"try UDP {short_id(node)}")
-            await self._renew_if_due()
-            await self._reachability.check_if_due(self._core, self._streams)
+                steps += [
+                    partial(self._reachability.check_interfaces, self._core, self._beacon, woke_up),
+                    self._core.expire,
+                    self._check_clock,
+                    partial(asyncio.to_thread, self._save_peers),
+                ]
+            steps += [
+                self._reopen_transports,
+                self._admission.tick,
+                self._try_udp_where_due,
+                self._renew_if_due,
+                partial(self._reachability.check_if_due, self._core, self._streams),
+            ]
             if now >= republish_at:
                 republish_at = now + REPUBLISH_S
-                self._core.publish_chain()
-                self._core.publish_statements(refresh=True)
+                steps += [self._core.publish_chain, partial(self._core.publish_statements, refresh=True)]
+            for step in steps:
+                await self._attempt(step)
+
+    async def _attempt(self, step: Callable[[], Awaitable[None] | None]) -> None:
+        """Run a step of the upkeep. One that fails, as on a full disk, stops no other one, and is tried again when it is due."""
+        try:
+            waiting = step()
+            if waiting is not None:
+                await waiting
+        except Exception:
+            self.counters["upkeep_failed"] += 1
+            log.exception("a step of the upkeep failed")
+
+    def _try_udp_where_due(self) -> None:
+        for node in self._core.paths.due(self._clock.boot()):
+            self._spawn(self._try_udp(node), f"try UDP {short_id(node)}")
 
     def _check_clock(self) -> None:
         skew = self._core.swim.skew

@@ -112,12 +112,12 @@ class Reachability:
         self._check_at = self._clock.boot() + CHECK_S
         (peer,) = peers
         try:
-            node, answer = await streams.ask_reached(self.host, self.port, peer.host, peer.port)
+            answer = await streams.ask_reached(peer.node, self.host, self.port, peer.host, peer.port)
         except FAILURES as error:
             log.debug("%s did not answer a reachability check: %s", short_id(peer.node), error)
             return
-        self.reached.pop(node, None)
-        self.reached = dict([*self.reached.items(), (node, answer)][-MAX_ANSWERS:])
+        self.reached.pop(peer.node, None)
+        self.reached = dict([*self.reached.items(), (peer.node, answer)][-MAX_ANSWERS:])
         elsewhere = answer.seen_host not in {"", self.host}
         if self._may_choose and elsewhere and not answer.udp and answer.seen_host in (*self._addresses, *LOOPBACKS):
             self._change(answer.seen_host, core)
@@ -126,7 +126,7 @@ class Reachability:
         self._problems.pop("reach", None)
         if not answer.udp or answer.tcp != "acked":
             self._check_at = self._clock.boot() + RECHECK_S
-            self._problems["reach"] = self._describe(core.trust.seen()[node].nick, answer)
+            self._problems["reach"] = self._describe(core.trust.seen()[peer.node].nick, answer)
 
     async def report(self, core: Core, streams: Streams, bootstrap: Bootstrap) -> NetworkReport:
         """Ask three random members now how they reach this node."""
@@ -160,7 +160,7 @@ class Reachability:
     async def _ask(self, peer: Member, core: Core, streams: Streams) -> PeerReport:
         nick = core.trust.seen()[peer.node].nick
         try:
-            _, answer = await streams.ask_reached(self.host, self.port, peer.host, peer.port)
+            answer = await streams.ask_reached(peer.node, self.host, self.port, peer.host, peer.port)
         except FAILURES as error:
             return PeerReport(nick, error=str(error) or "no answer in time")
         return PeerReport(nick, answer.udp, answer.tcp, answer.seen_host)

@@ -74,14 +74,14 @@ class Streams:
                     self._core.on_stream_packet(answer.removeprefix(PACKET), host)
                 raise FrameError("too many answers to a packet")
 
-    async def ask_reached(self, own_host: str, own_port: int, host: str, port: int) -> tuple[NodeId, Reached]:
-        """Ask the node at `host:port` whether it reaches this node at `own_host:own_port`."""
+    async def ask_reached(self, node: NodeId, own_host: str, own_port: int, host: str, port: int) -> Reached:
+        """Ask a node at `host:port` whether it reaches this node at `own_host:own_port`."""
         async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
             question = ReachMe(self._core.nonce(), own_host, own_port)
             sender, answer = await self._ask(question, host, port)
-        if not isinstance(answer, Reached) or answer.answers != question.nonce:
+        if sender != node or not isinstance(answer, Reached) or answer.answers != question.nonce:
             raise FrameError("the answer does not match the question")
-        return sender, answer
+        return answer
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one exchange that another node begins; failures are counted, not raised."""

@@ -174,6 +174,22 @@ def test_invite_issued_here_admits_a_machine_that_asked_elsewhere(tmp_path: Path
     assert root.core.trust.credentials(STRANGER.node_id, NOW) is not None
 
 
+def test_invite_whose_use_cannot_be_written_is_decided_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, ann = Desk("root", tmp_path), CoreNode("ann")
+    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(invite(root, user="eve"))]), 600)
+    meet(root.node, ann)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("membership.snapshot.write_durably", full)
+        root.notice(INVITED)
+    assert root.core.trust.credentials(STRANGER.node_id, NOW) is None
+    root.admission.tick()
+    assert root.core.trust.credentials(STRANGER.node_id, NOW) is not None
+
+
 def test_revoked_machine_uses_up_no_invite(tmp_path: Path) -> None:
     root, ann = Desk("root", tmp_path), CoreNode("ann")
     using = invite(root, user="eve", uses=1)

@@ -5,6 +5,7 @@ import math
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -490,6 +491,29 @@ async def test_node_without_a_valid_certificate_asks_again_now_and_then(
     node._renew_at, granted = 0.0, b"a new chain"
     await node._join_again()
     assert published == [granted] and "certificate" not in node.problems and len(asked) == 4
+
+
+async def test_step_of_the_upkeep_that_fails_stops_no_other(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "TICK_S", 0.01)
+    monkeypatch.setattr(node_module, "UPKEEP_S", 0.0)
+    monkeypatch.setattr(node_module, "REPUBLISH_S", 0.0)
+    node = mesh.make("n0")
+    mesh.nodes.append(node)
+    done = Counter[str]()
+
+    def full() -> None:
+        raise OSError("no space left")
+
+    async def strange(*given: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(node, "_save_peers", full)
+    monkeypatch.setattr(node, "_renew_if_due", strange)
+    monkeypatch.setattr("membership.admission.Admission.tick", lambda self: full())
+    monkeypatch.setattr("membership.core.Core.publish_statements", lambda *given, **named: done.update(["last step"]))
+    await node.start()
+    await until(lambda: done["last step"] >= 3, "the last step of three rounds", 20.0)
+    assert node.counters["upkeep_failed"] >= 6
 
 
 async def test_task_that_fails_is_logged(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,11 +19,11 @@ OWN, OTHER = "192.0.2.7", "198.51.100.9"
 class OneAnswer:
     """Streams to a member that gives one answer to each question whether it reaches this node."""
 
-    def __init__(self, node: NodeId, answer: Reached) -> None:
-        self._node, self._answer = node, answer
+    def __init__(self, answer: Reached) -> None:
+        self._answer = answer
 
-    async def ask_reached(self, own_host: str, own_port: int, host: str, port: int) -> tuple[NodeId, Reached]:
-        return self._node, self._answer
+    async def ask_reached(self, node: NodeId, own_host: str, own_port: int, host: str, port: int) -> Reached:
+        return self._answer
 
 
 async def checked(
@@ -37,7 +37,7 @@ async def checked(
     found = Reachability("0.0.0.0", explicit, {}, ann, Random(1))
     await found.choose(7373, None)
     ann.now = FIRST_CHECK_S
-    streams = OneAnswer(bob.identity.node_id, Reached(1, 1, udp, "acked", seen_host))
+    streams = OneAnswer(Reached(1, 1, udp, "acked", seen_host))
     await found.check_if_due(ann.core, cast(Streams, streams))
     return found
 
@@ -46,7 +46,7 @@ async def test_address_of_an_own_interface_that_a_member_sees_is_advertised(monk
     assert (await checked(monkeypatch, OWN)).host == OWN
 
 
-async def test_answer_to_an_earlier_question_says_nothing() -> None:
+async def test_answer_to_an_earlier_question_or_of_another_node_says_nothing() -> None:
     ann, bob = CoreNode("ann"), CoreNode("bob")
 
     class Answering(Streams):
@@ -57,10 +57,12 @@ async def test_answer_to_an_earlier_question_says_nothing() -> None:
 
     streams = Answering.__new__(Answering)
     streams._core = ann.core
-    assert (await streams.ask_reached(OWN, 1, OTHER, 2))[1].udp
+    assert (await streams.ask_reached(bob.identity.node_id, OWN, 1, OTHER, 2)).udp
+    with pytest.raises(FrameError, match="does not match the question"):
+        await streams.ask_reached(ann.identity.node_id, OWN, 1, OTHER, 2)
     streams.late = 1
     with pytest.raises(FrameError, match="does not match the question"):
-        await streams.ask_reached(OWN, 1, OTHER, 2)
+        await streams.ask_reached(bob.identity.node_id, OWN, 1, OTHER, 2)
 
 
 async def test_address_of_another_machine_is_never_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
