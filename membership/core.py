@@ -52,6 +52,7 @@ from membership.trust import Signer, TrustError, TrustStore, renew_chain
 from membership.wire import (
     EPOCH_AHEAD_MS,
     MAX_EPOCH,
+    MAX_EVIDENCE_BYTES,
     Ack,
     AnyEvidence,
     AnyPacket,
@@ -500,6 +501,9 @@ class Core:
 
     def _verify(self, sealed: bytes) -> Verified | None:
         """Return evidence whose author and subject are members, or that is about this node; None (counted) for anything else."""
+        if len(sealed) > MAX_EVIDENCE_BYTES:
+            self.counters["refused_implausible"] += 1  # it would be relayed, and fit into no packet
+            return None
         try:
             author, payload = self._sealer.open("member", sealed)
             evidence = decode_evidence(author, payload)

@@ -16,6 +16,7 @@ from membership.malformed import MALFORMED
 from membership.trust import TrustError, TrustStore
 
 MAX_BODY_BYTES = 16 * 1024
+MAX_RECORD_BYTES = MAX_BODY_BYTES + 1024  # envelope, name, and fields of later versions
 MAX_SECTIONS = 4096  # per node; bounds the jobs that one node runs or watches
 MAX_LIFE_S = 30 * 86_400
 MAX_NODES = 4096
@@ -98,6 +99,8 @@ class RecordTable:
 
         `outlives`: an older version that expires after the newer one known here, and would come back then.
         """
+        if len(sealed) > MAX_RECORD_BYTES:
+            return "invalid"
         known = self._by_signature.get(_signature(sealed))
         if known is not None and known.sealed == sealed:
             return "not newer"  # the same bytes were verified before; gossip repeats them
@@ -106,7 +109,7 @@ class RecordTable:
             body = _decoder.decode(payload)
         except (EnvelopeError, *MALFORMED):
             return "invalid"
-        if not body.section or len(body.section) > 128 or len(body.body) > MAX_BODY_BYTES:
+        if not body.section or len(body.section.encode()) > 128 or len(body.body) > MAX_BODY_BYTES:
             return "invalid"
         if body.version < 0 or body.epoch < 0 or body.not_after_unix > now_unix + MAX_LIFE_S + CLOCK_GRACE_S:
             return "invalid"

@@ -11,6 +11,8 @@ MAX_EPOCH = 2**62
 MAX_INCARNATION = 2**32
 EPOCH_AHEAD_MS = 100 * 86_400_000  # epochs are start times; exceeds the lifetime of every certificate except a root's
 MAX_NONCE = 2**63
+# Sealed, with fields of later versions; it takes 210 bytes now. An ack with a statement and an accusation fits into a packet.
+MAX_EVIDENCE_BYTES = 512
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ from membership.trust import (
 )
 from membership.wire import (
     EPOCH_AHEAD_MS,
+    MAX_EVIDENCE_BYTES,
     MAX_INCARNATION,
     Ack,
     Alive,
@@ -196,6 +198,34 @@ def test_evidence_about_an_unknown_node_waits_for_its_certificate() -> None:
     packet = Rumours(6, bytes(8), (("record", shown.sealed),))
     ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, 7373))
     assert ann.knows(cyd), "the waiting evidence was applied"
+
+
+def padded(node: CoreNode, evidence: Alive | Suspect, size: int) -> bytes:
+    """Seal evidence with a field of a later version, so that it has this size."""
+    fields = msgspec.msgpack.decode(encode(evidence))
+    short = node.core._sealer.seal("member", msgspec.msgpack.encode([*fields, bytes(256)]))
+    return node.core._sealer.seal("member", msgspec.msgpack.encode([*fields, bytes(256 + size - len(short))]))
+
+
+def test_evidence_is_bounded_so_that_an_ack_with_two_pieces_fits_into_a_packet() -> None:
+    ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
+    meet(ann, bob, cyd)
+    me = bob.identity.node_id
+    lie = Suspect(me, 1, 2)
+    statement, accusation = Alive(me, 1, 2, "10.0.0.9", 7373, False, 1), padded(cyd, lie, MAX_EVIDENCE_BYTES)
+    for name, size, refused in (("larger", MAX_EVIDENCE_BYTES + 1, 1), ("largest", MAX_EVIDENCE_BYTES, 1)):
+        word = padded(bob, statement, size)
+        assert len(word) == size
+        ann.core._apply_delta([], [word])
+        assert ann.core.counters["refused_implausible"] == refused, name
+    ann.core._apply_delta([], [accusation])
+    member = ann.core.swim.table.get(me)
+    assert member is not None and (member.alive_sealed, member.verdict_sealed) == (word, accusation)
+    ann.effects.clear()
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, Ping(1, bytes(8), ())), (bob.host, 1))
+    (ack,) = ann.asked_for(SendPacket)
+    assert isinstance(ack, SendPacket) and len(ack.packet.gossip) == 2
+    assert len(ann.core.seal_packet(me, ack.packet)) <= SwimConfig.lan().packet_bytes
 
 
 def test_evidence_about_unknown_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from membership.envelope import seal
 from membership.identity import Identity
 from membership.reconcile import FrameError, decode_frame
-from membership.records import MAX_BODY_BYTES, STATEMENTS, Record, RecordTable, encode_body
+from membership.records import MAX_BODY_BYTES, MAX_RECORD_BYTES, STATEMENTS, Record, RecordTable, encode_body
 from membership.trust import TrustStore, found_mesh
 from tests.chains import admitted
 
@@ -121,6 +121,19 @@ def test_trust_records_come_before_records_they_verify() -> None:
         records.apply(item, NOW)
     first = records.missing_from([], 10**6, NOW)[0]
     assert table().apply(first, NOW).section == "trust"  # type: ignore[union-attr]
+
+
+def test_padded_record_is_refused_and_keeps_no_other_one_back() -> None:
+    """A record of more than a push-pull may hold would end each answer to newcomers."""
+    records, mesh_id = table(), TrustStore(GENESIS).mesh_id
+    fields = [1, 1, f"{STATEMENTS}0", int(NOW) + 600, msgspec.msgpack.encode([])]
+    large = seal(ROOT, mesh_id, "record", msgspec.msgpack.encode([*fields, bytes(MAX_RECORD_BYTES)]))
+    assert records.apply(large, NOW) == "invalid"
+    later = seal(ROOT, mesh_id, "record", msgspec.msgpack.encode([*fields, "a field of a later version"]))
+    assert isinstance(records.apply(later, NOW), Record)
+    assert records.apply(sealed(ROOT, "\u00fc" * 65, 1, 1), NOW) == "invalid", "a name of 130 bytes"
+    largest = sealed(ROOT, "n" * 128, 2**62, 2**62, bytes(MAX_BODY_BYTES))
+    assert isinstance(records.apply(largest, NOW), Record)
 
 
 def test_body_size_is_limited() -> None:
