@@ -2,7 +2,8 @@
 
 The first byte of a connection tells them apart: TLS begins with 22, the type of a handshake (RFC 8446, section 5.1), a frame with
 the high byte of its length, 0. Until then a connection is a stranger's: these share few places, and those of one address fewer.
-When they are full, the oldest one ends, so that an honest one, which speaks within milliseconds, gets through a flood.
+When they are full, the oldest one of the host that has most ends, so that an honest one, which speaks within milliseconds, gets
+through a flood.
 """
 
 import asyncio
@@ -74,14 +75,19 @@ class Strangers:
         return len(self._tasks)
 
     def make_place(self, host: str) -> int | None:
-        """End the oldest task if there are too many, and return how many ended; None if this host began too many at once."""
+        """End a task if there are too many, and return how many ended; None if this host began too many at once.
+
+        It is the oldest one of the host that has most, so a flood of few hosts ends its own tasks.
+        """
         of_host = [task for task, (other, _) in self._tasks.items() if other == host]
         if len(of_host) >= self._most_of_host:
             excess = of_host[0]
             if time.monotonic() - self._tasks[excess][1] < HONEST_S:
                 return None
         elif len(self._tasks) >= self._most:
-            excess = next(iter(self._tasks))
+            hosts = Counter(other for other, _ in self._tasks.values())
+            most = max(hosts.values())
+            excess = next(task for task, (other, _) in self._tasks.items() if hosts[other] == most)
         else:
             return 0
         excess.cancel()
@@ -90,7 +96,11 @@ class Strangers:
 
     def add(self, task: asyncio.Task[None], host: str) -> None:
         self._tasks[task] = host, time.monotonic()
-        task.add_done_callback(lambda task: self._tasks.pop(task, None))
+        task.add_done_callback(self.recognize)
+
+    def recognize(self, task: asyncio.Task[None]) -> None:
+        """Free the place of a task whose node is known now; it goes on."""
+        self._tasks.pop(task, None)
 
     async def end(self) -> None:
         tasks = list(self._tasks)

@@ -1,6 +1,7 @@
 """TCP streams between nodes: run the core's exchanges, answer those of others, and contain silent or hostile peers.
 
-Each frame is sealed (see `reconcile`). Each exchange has a time limit.
+Each frame is sealed (see `reconcile`). Each exchange has a time limit. A connection is a stranger's (see `listener`) until a
+member has sealed its first frame: strangers take no places of members.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from membership.effects import StreamOutcome
 from membership.envelope import EnvelopeError
 from membership.framing import connected, read_frame, write_frame
 from membership.identity import NodeId, short_id
+from membership.listener import Strangers
 from membership.reconcile import AnyFrame, Done, FrameError, Reached, ReachMe, StreamPing
 from membership.trust import TrustError
 
@@ -22,12 +24,16 @@ EXCHANGE_TIMEOUT_S = 5.0
 PACKET_TIMEOUT_S = 1.0  # of a packet and its answers: one probe interval
 PACKET = b"P"  # before a packet in a frame; alone, it confirms that the packet was accepted
 MAX_ANSWERS = 8  # to a packet: an ack, or a nack and what it caused
-MAX_SERVED = 32  # memberlist allows 128
+MAX_SERVED = 32  # of members, and as many of strangers; memberlist allows 128
 MAX_SERVED_PER_HOST = 16
 
 log = logging.getLogger(__name__)
 
 FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, EnvelopeError, FrameError, TrustError)
+
+
+class Busy(Exception):
+    """All places for streams of members are taken."""
 
 
 class Streams:
@@ -41,7 +47,8 @@ class Streams:
     ) -> None:
         self._core, self._reach, self._answer_join = core, reach, answer_join
         self._counters: Counter[str] = core.counters
-        self._served: Counter[str] = Counter()
+        self._strangers = Strangers(MAX_SERVED, MAX_SERVED_PER_HOST)
+        self._members: dict[asyncio.Task[None], str] = {}  # streams of members, and their hosts
 
     async def run(self, exchange: StreamExchange, host: str, port: int) -> None:
         """Run our side of an exchange with the node at this address; one of FAILURES if it fails."""
@@ -87,11 +94,12 @@ class Streams:
         """Answer one exchange that another node begins; failures are counted, not raised."""
         host = str((writer.get_extra_info("peername") or ("",))[0])
         group = address_group(host)
-        if self._served.total() >= MAX_SERVED or self._served[group] >= MAX_SERVED_PER_HOST:
-            self._counters["refused_busy"] += 1
+        ended = self._strangers.make_place(group)
+        self._counters["refused_busy"] += 1 if ended is None else ended
+        if ended is None:
             writer.close()
             return
-        self._served[group] += 1
+        self._strangers.add(_this_task(), group)
         try:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 await self._answer(host, reader, writer)
@@ -100,12 +108,15 @@ class Streams:
         except TrustError as error:
             self._counters["refused_foreign"] += 1
             log.info("refused a node: %s", error)
+        except Busy:
+            self._counters["refused_busy"] += 1
+        except asyncio.CancelledError:  # not raised: asyncio 3.11 reports a cancelled stream as an error
+            log.debug("the stream from %s made place for another", host)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             self._counters["reconcile_failed"] += 1
         finally:
-            self._served[group] -= 1
-            if not self._served[group]:
-                del self._served[group]
+            self._strangers.recognize(_this_task())
+            self._members.pop(_this_task(), None)
             writer.close()
 
     async def _answer(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -119,10 +130,19 @@ class Streams:
                 await write_frame(writer, PACKET + answer)
             return
         sender, frame = self._core.open_frame(first)
+        if self._core.is_member(sender):
+            self._take_place(address_group(host))
         if isinstance(frame, ReachMe):
             await self._write(writer, await self._try_to_reach(sender, frame, host))
             return
         await self._drive(self._core.answer(sender, frame), reader, writer)
+
+    def _take_place(self, group: str) -> None:
+        """Give this task, which serves a member, a place that strangers leave it; Busy if there is none."""
+        if len(self._members) >= MAX_SERVED or list(self._members.values()).count(group) >= MAX_SERVED_PER_HOST:
+            raise Busy
+        self._strangers.recognize(_this_task())
+        self._members[_this_task()] = group
 
     async def _try_to_reach(self, sender: NodeId, question: ReachMe, seen_host: str) -> Reached:
         """Ping the sender at the address it names. Only members may ask, and only about themselves."""
@@ -154,3 +174,9 @@ class Streams:
 
     async def _write(self, writer: asyncio.StreamWriter, frame: AnyFrame) -> None:
         await write_frame(writer, self._core.seal_frame(frame))
+
+
+def _this_task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task

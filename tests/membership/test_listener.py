@@ -9,7 +9,7 @@ import pytest
 
 from membership import listener
 from membership.addresses import bound_sockets
-from membership.listener import HONEST_S, MAX_UNSORTED, MAX_UNSORTED_PER_HOST, Listener
+from membership.listener import HONEST_S, MAX_UNSORTED, MAX_UNSORTED_PER_HOST, Listener, Strangers
 from tests.membership.test_node import LOOPBACK, until
 
 TLS_HELLO = b"\x16\x03\x01"
@@ -97,6 +97,24 @@ async def test_silent_connections_of_many_hosts_are_bounded(port: Port) -> None:
     finally:
         for connection in silent:
             connection.close()
+
+
+async def test_flood_of_few_hosts_ends_no_connection_of_another() -> None:
+    places = Strangers(8, 4)
+
+    def begin(host: str) -> asyncio.Task[None]:
+        places.make_place(host)
+        task = asyncio.create_task(asyncio.sleep(60))
+        places.add(task, host)
+        return task
+
+    honest = begin("honest")
+    flood = [begin(f"flood {number % 2}") for number in range(40)]
+    assert len(places) <= 8 and not honest.cancelling() and sum(task.cancelling() for task in flood) > 20
+    places.recognize(honest)
+    await places.end()
+    assert not honest.cancelling(), "its node is known"
+    honest.cancel()
 
 
 async def test_connection_that_says_nothing_is_ended(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,18 @@ from types import SimpleNamespace
 import pytest
 
 from membership import node as node_module
+from membership import streams
 from membership.admission import request_join
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig
 from membership.effects import KeepChain, PersistEpoch, SendPacket, WantReconcile
 from membership.envelope import seal, seal_to
+from membership.framing import read_frame, write_frame
 from membership.identity import Identity
 from membership.node import MAX_RECONCILES, MembershipNode, PortInUse, SystemClock
-from membership.reconcile import ReachMe, encode_frame
+from membership.reconcile import Greeting, ReachMe, encode_frame
 from membership.snapshot import SnapshotFile
+from membership.streams import MAX_SERVED, MAX_SERVED_PER_HOST
 from membership.trust import (
     TrustError,
     TrustStore,
@@ -350,11 +353,60 @@ async def test_streams_are_bounded(mesh: Mesh) -> None:
 
     def serving() -> int:
         assert node._streams is not None
-        return node._streams._served.total()
+        return len(node._streams._strangers)
 
     assert await open_streams("127.0.0.2", 20) == 4, "16 of one address"
     assert await open_streams("127.0.0.3", 10) == 0
     assert await open_streams("127.0.0.4", 10) == 4, "32 in all"
+    for writer in writers:
+        writer.close()
+
+
+async def test_streams_of_strangers_keep_nobody_out(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "EXCHANGE_TIMEOUT_S", 60.0)  # so that none ends by itself
+    await mesh.start(2)
+    node, member = mesh.nodes
+    silent: list[asyncio.StreamWriter] = []
+    serving = node._streams._strangers
+
+    async def flood(count: int) -> None:
+        for source in ("127.0.0.2", "127.0.0.3"):
+            for _ in range(count):
+                silent.append((await asyncio.open_connection(LOOPBACK, node.port, local_addr=(source, 0)))[1])
+                silent[-1].write(b"\0")
+
+    await flood(MAX_SERVED_PER_HOST)
+    await until(lambda: len(serving) == MAX_SERVED, "all places of strangers to be taken")
+    newcomer = mesh.make("n2", seed=1)
+    await newcomer.start()
+    mesh.nodes.append(newcomer)
+    await newcomer._streams.run(newcomer._core.push_pull(), LOOPBACK, node.port)
+    assert alive(newcomer) == 3 and node.counters["refused_busy"] >= 1
+    # A member that says no more keeps its place from another flood.
+    frame = seal(member.identity, node.trust.mesh_id, "reconcile", encode_frame(Greeting(1, b"")))
+    reader, writer = await asyncio.open_connection(LOOPBACK, node.port)
+    await write_frame(writer, frame)
+    assert await read_frame(reader)
+    busy = node.counters["refused_busy"]
+    await flood(MAX_SERVED)
+    await until(lambda: node.counters["refused_busy"] >= busy + MAX_SERVED, "the flood to be accepted")
+    assert len(node._streams._members) >= 1 and not reader.at_eof()
+    for one in (writer, *silent):
+        one.close()
+
+
+async def test_streams_of_members_are_bounded(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "EXCHANGE_TIMEOUT_S", 60.0)
+    await mesh.start(2)
+    node, member = mesh.nodes
+    await member.stop()
+    writers: list[asyncio.StreamWriter] = []
+    for number in range(MAX_SERVED_PER_HOST + 4):
+        greeting = encode_frame(Greeting(number, b""))
+        writers.append((await asyncio.open_connection(LOOPBACK, node.port, local_addr=("127.0.0.2", 0)))[1])
+        await write_frame(writers[-1], seal(member.identity, node.trust.mesh_id, "reconcile", greeting))
+    await until(lambda: node.counters["refused_busy"] == 4, "the excess to be refused")
+    assert list(node._streams._members.values()).count("127.0.0.2") == MAX_SERVED_PER_HOST
     for writer in writers:
         writer.close()
 
