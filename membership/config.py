@@ -23,7 +23,7 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     cross_zone_interval_s: the same with a peer of another zone, so that zones with little traffic between them agree.
     reconcile_pause_s: minimum interval between two push-pulls with one peer.
     dead_reconcile_interval_s: interval at which one dead member is contacted, which heals partitions.
-    source_packets_s: packets per second accepted from one address before signatures are checked; bursts of eight times that.
+    source_packets_s: packets per second accepted from one host before signatures are checked; bursts of eight times that.
     dead_forget_s: time for which a dead or left member is remembered, so that old rumours cannot revive it.
     """
 
@@ -75,4 +75,5 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
             settle_s=1.0,
             reconcile_interval_s=10.0,
             dead_reconcile_interval_s=5.0,
+            source_packets_s=1000.0,  # of several daemons together
         )

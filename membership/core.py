@@ -225,8 +225,11 @@ class Core:
     # --- lane 1
 
     def on_datagram(self, data: bytes, source: tuple[str, int]) -> None:
-        """Handle a UDP packet; whatever is invalid changes nothing and is counted by reason."""
-        heard = self._open_packet(data, source, source)
+        """Handle a UDP packet; whatever is invalid changes nothing and is counted by reason.
+
+        All ports of a host share one limit, apart from that of its packets over TCP, whose source nobody can forge.
+        """
+        heard = self._open_packet(data, ("UDP", address_group(source[0])), source)
         if heard is None:
             return
         sender, packet = heard
@@ -270,7 +273,8 @@ class Core:
         except UnknownSender:
             self.counters["refused_foreign"] += 1
             if source is not None:
-                self.want_reconcile(b"", *source)  # an unknown member sends its certificate in a push-pull
+                # An unknown member sends its certificate in a push-pull.
+                self.want_reconcile(b"", *source, unproven=True)
             return None
         except (EnvelopeError, WireError):
             self.counters["refused_unsigned"] += 1
@@ -326,9 +330,11 @@ class Core:
             self.want_reconcile(b"", host, port, unless_equal=len(present) > 1)
         return interval_s
 
-    def want_reconcile(self, node: NodeId, host: str, port: int, unless_equal: bool = False) -> None:
+    def want_reconcile(
+        self, node: NodeId, host: str, port: int, unless_equal: bool = False, unproven: bool = False
+    ) -> None:
         """Ask for a push-pull with the node at this address, unless there was one a moment ago."""
-        self._perform(self.swim.want_reconcile(node, host, port, unless_equal, self._clock.boot()))
+        self._perform(self.swim.want_reconcile(node, host, port, unless_equal, self._clock.boot(), unproven))
 
     # --- lane 2
 

@@ -34,12 +34,16 @@ StreamOutcome = Literal["acked", "refused", "silent"]
 
 
 class WantReconcile(msgspec.Struct, frozen=True):
-    """Run a push-pull with this member, whose state differs. `unless_equal`: compare roots first."""
+    """Run a push-pull with this member, whose state differs. `unless_equal`: compare roots first.
+
+    `unproven`: an unsigned packet named the address, so perhaps nobody is there.
+    """
 
     node: bytes
     host: str
     port: int
     unless_equal: bool = False
+    unproven: bool = False
 
 
 class PersistEpoch(msgspec.Struct, frozen=True):

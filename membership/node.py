@@ -55,7 +55,7 @@ from membership.wire import Ping
 if TYPE_CHECKING:
     from membership.mdns import MdnsBeacon
 
-MAX_RECONCILES = 32  # at a time; bounds the connections that forged packets can cause
+MAX_RECONCILES, MAX_UNPROVEN = 32, 16  # at a time; the second bounds the connections that forged packets can cause
 MAX_STREAMING = 64  # packets over TCP at a time; as for one probe and a round of gossip every 0.1 s for two seconds
 TICK_S, UPKEEP_S = 1.0, 10.0
 REPUBLISH_S = 6 * 3600.0  # certificates and revocations, long before their sections expire
@@ -136,7 +136,7 @@ class MembershipNode:
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._reconciling = 0
+        self._reconciling = Counter[bool]()  # push-pulls by whether their addresses are unproven
         self._streaming: set[asyncio.Task[None]] = set()  # packets that go over TCP now
         self._in_contact = asyncio.Event()  # all state was exchanged with another node
         self._renew_at = 0.0
@@ -451,10 +451,11 @@ class MembershipNode:
     def _reconcile(self, effect: WantReconcile) -> None:
         if self._stopped:
             return
-        if self._reconciling >= MAX_RECONCILES:
+        unproven = self._reconciling[True]
+        if self._reconciling.total() >= MAX_RECONCILES or (effect.unproven and unproven >= MAX_UNPROVEN):
             self.counters["reconciles_put_off"] += 1
             return
-        self._reconciling += 1
+        self._reconciling[effect.unproven] += 1
         self._spawn(self._push_pull(effect), f"push-pull {address_text(effect.host, effect.port)}")
 
     async def _push_pull(self, effect: WantReconcile) -> None:
@@ -465,7 +466,7 @@ class MembershipNode:
             self.counters["reconcile_failed"] += 1
             log.debug("push-pull with %s failed: %s", address_text(effect.host, effect.port), error)
         finally:
-            self._reconciling -= 1
+            self._reconciling[effect.unproven] -= 1
 
     def _on_clone(self, effect: Cloned) -> None:
         address = address_text(effect.host, effect.port)
@@ -527,7 +528,7 @@ class MembershipNode:
         self._bootstrap.add((host, port))
         member = self._core.swim.table.get(node)
         if member is None or not member.present:
-            self._core.want_reconcile(node, host, port)
+            self._core.want_reconcile(node, host, port, unproven=True)
 
     async def _contact_candidates(self) -> None:
         if self._beacon is not None:

@@ -11,6 +11,7 @@ from random import Random
 
 from msgspec.structs import replace
 
+from membership.addresses import address_group
 from membership.clock_skew import ClockSkew
 from membership.config import SwimConfig
 from membership.effects import (
@@ -120,6 +121,7 @@ class Swim:
         self._unreachable: set[bytes] = set()
         self._reconciling_soon = False
         self._reconcile_limit = MinimumInterval(config.reconcile_pause_s)
+        self._unproven_limit = MinimumInterval(config.reconcile_pause_s)
         self._recently_dead: deque[bytes] = deque()
         self._gossiping = False
         self._credit = AccuserCredit(config)
@@ -224,9 +226,18 @@ class Swim:
         self._reconciling_soon = True
         return [self._timer("reconcile-soon", now + self.config.reconcile_pause_s * self._rng.uniform(0.5, 1.5))]
 
-    def want_reconcile(self, node: bytes, host: str, port: int, unless_equal: bool, now: float) -> list[Effect]:
-        """Ask for a push-pull with the node at this address, unless there was one a moment ago."""
-        return [WantReconcile(node, host, port, unless_equal)] if self._reconcile_limit.allow((host, port), now) else []
+    def want_reconcile(
+        self, node: bytes, host: str, port: int, unless_equal: bool, now: float, unproven: bool = False
+    ) -> list[Effect]:
+        """Ask for a push-pull with the node at this address, unless there was one a moment ago.
+
+        The ports of a host that unsigned packets name count as one address.
+        """
+        if not self._reconcile_limit.allow((host, port), now):
+            return []
+        if unproven and not self._unproven_limit.allow((address_group(host), 0), now):
+            return []
+        return [WantReconcile(node, host, port, unless_equal, unproven)]
 
     def introduce(self, newcomer: bytes, certificate: bytes) -> list[Effect]:
         """Tell the other members about a newcomer that only this node knows yet.

@@ -356,11 +356,24 @@ def test_member_with_expired_certificate_is_dropped_until_renewed(monkeypatch: p
 
 
 def test_flood_is_refused_before_signatures_are_checked() -> None:
-    ann = CoreNode("ann")
-    for _ in range(2000):
-        ann.core.on_datagram(b"\x01" + bytes(200), ("flood", 1))
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    for port in range(2000):
+        ann.core.on_datagram(b"\x01" + bytes(200), (bob.host, port))
     assert ann.core.counters["refused_flood"] > 1000
     assert ann.core.counters["refused_foreign"] + ann.core.counters["refused_flood"] == 2000
+    packet = bob.core.seal_packet(ann.identity.node_id, Ping(1, bytes(8), ()))
+    assert ann.core.on_stream_packet(packet, bob.host), "its source cannot be forged"
+
+
+def test_packets_of_unknown_senders_at_one_host_want_one_push_pull() -> None:
+    ann = CoreNode("ann")
+    for port in range(1, 101):
+        ann.core.on_datagram(b"\x01" + port.to_bytes(8, "big") + bytes(200), ("10.0.0.66", port))
+    assert ann.asked_for(WantReconcile) == [WantReconcile(b"", "10.0.0.66", 1, False, unproven=True)]
+    ann.now = SwimConfig.lan().reconcile_pause_s
+    ann.core.on_datagram(b"\x01" + bytes(208), ("10.0.0.66", 101))
+    assert len(ann.asked_for(WantReconcile)) == 2
 
 
 small = st.binary(max_size=40)
