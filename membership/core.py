@@ -4,6 +4,7 @@ It combines the failure detector (`swim`), the published state (`records`) and t
 `perform`, in order. `node.py` runs it with sockets and a disk, `sim.protocol.membership` on a virtual network.
 """
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator
 from random import Random
@@ -39,6 +40,7 @@ from membership.reconcile import (
 )
 from membership.records import (
     MAX_BODY_BYTES,
+    MAX_LIFE_S,
     STATEMENTS,
     TRUST,
     Record,
@@ -70,6 +72,8 @@ RECENT = 8192  # packets and pieces of evidence remembered
 TRUST_TTL_S = 29 * 86_400.0  # longer than any other section, so that every section can be verified
 
 MAX_RELAYED = 16  # sections of statements that a revoked node is sent
+
+log = logging.getLogger(__name__)
 
 StreamExchange = Generator[AnyFrame, tuple[NodeId, AnyFrame], AnyFrame | None]
 """One side of an exchange over a stream: yields frames to send, receives the answers, returns the last frame to send."""
@@ -151,6 +155,8 @@ class Core:
         known = self.records.get(self.me, section, self._clock.unix())
         if known is not None:
             not_after_unix = max(not_after_unix, known.not_after_unix)  # else the older one would outlive the newer
+        # The older one may be of a time when this node's clock was ahead; then no other node has it.
+        not_after_unix = min(not_after_unix, int(self._clock.unix() + MAX_LIFE_S))
         version = self._versions.get(section, 0) + 1
         payload = encode_body(self.swim.epoch, version, section, not_after_unix, body)
         applied = self.records.apply(self._sealer.seal("record", payload), self._clock.unix())
@@ -158,6 +164,8 @@ class Core:
             self._versions[section] = version
             self._gossip_record(applied, urgent)
             self._perform([RecordChanged(applied.node, section)])
+        else:
+            log.warning("this node's own section %s was not published: %s", section, applied)
 
     def publish_chain(self, chain: bytes | None = None) -> None:
         """Publish this node's certificates; a new chain replaces the current one. TrustError if it is not this node's."""

@@ -37,7 +37,7 @@ from membership.reconcile import (
     Reply,
     StreamPing,
 )
-from membership.records import STATEMENTS
+from membership.records import MAX_LIFE_S, STATEMENTS
 from membership.snapshot import next_epoch
 from membership.trust import (
     TrustError,
@@ -276,6 +276,20 @@ def test_section_that_expires_before_its_earlier_version_is_extended() -> None:
     for node in (reborn, bob, cyd):
         record = node.core.records.get(ann.identity.node_id, "jobs/y", NOW + 500)
         assert record is not None and record.body == b"" and record.epoch == 9, node.name
+
+
+def test_section_is_published_after_the_clock_was_ahead(caplog: pytest.LogCaptureFixture) -> None:
+    ann = CoreNode("ann")
+    me = ann.identity.node_id
+    ann.now = 40 * 86_400.0
+    ann.core.publish("advert", b"ahead", 3600)
+    ann.now = 0.0
+    ann.core.publish("advert", b"corrected", 3600)
+    record = ann.core.records.get(me, "advert", NOW)
+    assert record is not None and record.body == b"corrected" and record.not_after_unix == NOW + MAX_LIFE_S
+    assert "not published" not in caplog.text
+    ann.core.publish("facts", b"x", 0.0)
+    assert "section facts was not published: expired" in caplog.text
 
 
 def test_earlier_run_is_outbid_after_a_lost_disk_and_a_wrong_clock() -> None:
