@@ -125,6 +125,7 @@ class MembershipNode:
         self._snapshots = SnapshotFile(state_dir / "snapshot.json")
         self._snapshot = Snapshot()
         self._revocations = RevocationFile(state_dir / "revoked")
+        self._unsaved_revocations: list[bytes] = []
         self._used_invites = UsedInvites(state_dir / "invites")
         self._clock = clock or SystemClock()
         self._policy = policy or AdmissionPolicy()
@@ -371,32 +372,44 @@ class MembershipNode:
     # --- effects
 
     def _perform(self, effects: Sequence[Effect]) -> None:
+        """Perform effects in order. One that the disk refuses holds up no later one: the core counts on its timers.
+
+        The upkeep saves again what was not saved: epoch, revocations and certificate.
+        """
         for effect in effects:
-            match effect:
-                case SendPacket():
-                    self._send_packet(effect)
-                case SetTimer(name=name, token=token, at=at):
-                    self._set_timer(name, token, at)
-                case StreamPing():
-                    self._spawn(self._stream_ping(effect), f"tcp ping {short_id(effect.node)}")
-                case WantReconcile():
-                    self._reconcile(effect)
-                case MemberChanged() | RecordChanged():
-                    for subscription in self._subscriptions:
-                        subscription.put(effect)
-                    if isinstance(effect, RecordChanged):
-                        self._admission.noticed(effect.section)
-                case PersistEpoch(epoch=epoch):
-                    self._persist(epoch)
-                case KeepRevocations(sealed=sealed):
-                    self._revocations.write(sealed)
-                    if self.identity.node_id in self.trust.revoked:
-                        self.problems["revoked"] = "this node's key was revoked by the mesh's founders"
-                case KeepChain(chain=chain):
-                    self._keep_chain(chain)
-                    self.credentials = self.trust.check_chain(chain, self._clock.unix())
-                case Cloned():
-                    self._on_clone(effect)
+            try:
+                self._perform_one(effect)
+            except OSError as error:
+                self.counters["effects_failed"] += 1
+                log.error("%s could not be performed: %s", type(effect).__name__, error)
+
+    def _perform_one(self, effect: Effect) -> None:
+        match effect:
+            case SendPacket():
+                self._send_packet(effect)
+            case SetTimer(name=name, token=token, at=at):
+                self._set_timer(name, token, at)
+            case StreamPing():
+                self._spawn(self._stream_ping(effect), f"tcp ping {short_id(effect.node)}")
+            case WantReconcile():
+                self._reconcile(effect)
+            case MemberChanged() | RecordChanged():
+                for subscription in self._subscriptions:
+                    subscription.put(effect)
+                if isinstance(effect, RecordChanged):
+                    self._admission.noticed(effect.section)
+            case PersistEpoch(epoch=epoch):
+                self._persist(epoch)
+            case KeepRevocations(sealed=sealed):
+                if self.identity.node_id in self.trust.revoked:
+                    self.problems["revoked"] = "this node's key was revoked by the mesh's founders"
+                self._unsaved_revocations = sealed
+                self._save_revocations()
+            case KeepChain(chain=chain):
+                self._keep_chain(chain)
+                self.credentials = self.trust.check_chain(chain, self._clock.unix())
+            case Cloned():
+                self._on_clone(effect)
 
     def _send_packet(self, effect: SendPacket) -> None:
         data = self._core.seal_packet(effect.to, effect.packet)
@@ -555,6 +568,7 @@ class MembershipNode:
                     self._core.expire,
                     self._check_clock,
                     partial(asyncio.to_thread, self._save_peers),
+                    self._save_revocations,
                 ]
             steps += [
                 self._reopen_transports,
@@ -663,6 +677,12 @@ class MembershipNode:
         newest = sorted(known.values(), key=lambda peer: -peer.seen_unix)[:MAX_PEERS]
         self._snapshot = Snapshot(epoch=self._epoch, peers=tuple(newest))
         self._snapshots.write(self._snapshot)
+
+    def _save_revocations(self) -> None:
+        """Write the revocations to disk, unless they are there; the upkeep tries again if that fails."""
+        if self._unsaved_revocations:
+            self._revocations.write(self._unsaved_revocations)
+            self._unsaved_revocations = []
 
     def _persist(self, epoch: int) -> None:
         """Write the epoch to disk before anything else is sent. This takes a few milliseconds, at a start or after an outbid."""

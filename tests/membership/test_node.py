@@ -18,13 +18,13 @@ from membership import streams
 from membership.admission import request_join
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig
-from membership.effects import KeepChain, PersistEpoch, SendPacket, WantReconcile
+from membership.effects import KeepChain, KeepRevocations, PersistEpoch, SendPacket, SetTimer, WantReconcile
 from membership.envelope import seal, seal_to
 from membership.framing import read_frame, write_frame
 from membership.identity import Identity
 from membership.node import MAX_RECONCILES, MAX_UNPROVEN, MembershipNode, PortInUse, SystemClock
 from membership.reconcile import Greeting, ReachMe, encode_frame
-from membership.snapshot import SnapshotFile
+from membership.snapshot import RevocationFile, SnapshotFile
 from membership.streams import MAX_SERVED, MAX_SERVED_PER_HOST
 from membership.trust import (
     TrustError,
@@ -522,6 +522,29 @@ async def test_epoch_and_certificate_are_kept_before_anything_else_is_sent(
     packet = SendPacket(b"p" * 32, LOOPBACK, 9, Ping(1, b"", ()))
     node._perform([PersistEpoch(epoch), KeepChain(chain), packet])
     assert seen == [(epoch, [chain])]
+
+
+async def test_full_disk_loses_no_timer_and_what_was_not_saved_is_saved_later(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "TICK_S", 0.01)
+    monkeypatch.setattr(node_module, "UPKEEP_S", 0.0)
+    await mesh.start(1)
+    (node,) = mesh.nodes
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError("no space left")
+
+    sealed = make_revocation(mesh.root, node.trust, bytes(32), "test", time.time())
+    snapshots, revoked = SnapshotFile(node._snapshots.path), mesh.directory / "n0" / "revoked"
+    epoch = snapshots.read().epoch + 5
+    with monkeypatch.context() as disk:
+        disk.setattr("membership.snapshot.write_durably", full)
+        node._perform([PersistEpoch(epoch), KeepRevocations([sealed]), SetTimer("gossip", 7, math.inf)])
+        assert "gossip" in node._timers and not revoked.exists()
+    await until(lambda: revoked.exists() and snapshots.read().epoch == epoch, "both to be saved", 20.0)
+    RevocationFile(revoked).read_into(kept := TrustStore(mesh.genesis), time.time())
+    assert kept.revoked == {bytes(32)}
 
 
 async def test_node_without_a_valid_certificate_asks_again_now_and_then(
