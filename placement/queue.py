@@ -6,15 +6,17 @@ no free place blocks nobody behind it. A job that waits long enough comes first,
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 
-from placement.advert import Advert
+from placement.advert import Advert, Count
 from placement.allocation import reserve
 from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
 
 MAX_PRIORITY, DEFAULT_PRIORITY = 100, 50
+Priority = Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)]
 AGE_POINT_S = (
     600  # seconds of waiting per point: the lowest priority overtakes the highest within 17 hours (own choice)
 )
@@ -30,9 +32,9 @@ class Waiting(msgspec.Struct, frozen=True):
     """A job that waits for a place. `since_unix` is its submission: a job that had to leave a node keeps its position."""
 
     request: Request
-    priority: int
-    since_unix: int
-    deadline_unix: int | None = None
+    priority: Priority
+    since_unix: Count
+    deadline_unix: Count | None = None
 
     @property
     def job(self) -> bytes:

@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     """
 
     job: bytes
-    attempt: int
+    attempt: Count
     user: str
     gpus: Count = 0
     gpu_share: Annotated[int, msgspec.Meta(ge=1, le=WHOLE)] = WHOLE
@@ -57,14 +57,14 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     image_id: bytes | None = None  # the SHA-256 of its configuration, as the mesh's list has it
     zone: str | None = None
     interactive: bool = False
-    nodes: int = 1
-    memory_mib: int | None = None
-    cpus: int | None = None
+    nodes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    memory_mib: Mebibytes | None = None
+    cpus: Count | None = None
     exclude: tuple[bytes, ...] = ()
     avoid: tuple[bytes, ...] = ()
     prefer: bytes | None = None
     near: tuple[bytes, ...] = ()
-    remaining_s: int = SHORT_S
+    remaining_s: Count = SHORT_S
     system: bool = False
     platform: str = ""
     user_key: bytes = b""

@@ -5,7 +5,7 @@ Every witness and the runner publish their view as a membership section; a reade
 
 from collections.abc import Collection, Hashable
 from functools import lru_cache
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 
@@ -13,11 +13,13 @@ from membership.malformed import MALFORMED
 from mesh.consensus.contract import Progress
 from mesh.consensus.runner import Runner
 from mesh.consensus.witness import Witness
-from mesh.model.record import Attempt, Commit, Config, Needed, Outcome, OutcomeKind, Voter
-from mesh.model.spec import ArrayPlace
+from mesh.model.record import Attempt, Commit, Config, Needed, Number, Outcome, OutcomeKind, Voter
+from mesh.model.spec import JOB_ID_BYTES, ArrayPlace, SpecError, check_array
 from placement.advert import WHOLE, Count, Percent, Portion
 from placement.allocation import gpu_percent
-from placement.queue import Waiting
+from placement.queue import Priority, Waiting
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2.0**53)]
 
 T = TypeVar("T", bytes, str, Voter)
 
@@ -29,6 +31,7 @@ SHOWN_AS = {
     "disbanding": "releasing",
 }
 RUNNER = 2  # the runner's place in a rank
+Role = Annotated[int, msgspec.Meta(ge=0, le=RUNNER)]
 SHARED_BYTES = 128  # a node and its disk take 40, a user's name at most 64
 ATTEMPTS_SHOWN = 16  # a section stays small; `mesh describe` asks a witness for the rest
 
@@ -38,9 +41,9 @@ class NextCheckpoint(msgspec.Struct, frozen=True):
     save is safe. `why`: as in `placement.schedule.Due`.
     """
 
-    due_unix: int
-    interval_s: float
-    loss_s: float
+    due_unix: Number
+    interval_s: Seconds
+    loss_s: Seconds
     why: str
 
 
@@ -50,11 +53,11 @@ class Saving(msgspec.Struct, frozen=True):
     """
 
     kind: str
-    seq: int
-    since_unix_ms: int
-    sent: int = 0
-    size: int = 0
-    nodes: int = 0
+    seq: Number
+    since_unix_ms: Number
+    sent: Number = 0
+    size: Number = 0
+    nodes: Number = 0
 
 
 class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
@@ -67,10 +70,10 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
     user: str
     submitter: bytes
     command: str
-    created_unix_ms: int
+    created_unix_ms: Number
     state: str
     detail: str
-    rank: tuple[int, int, int, int]
+    rank: tuple[Number, Number, Number, Role]
     config: Config
     gpus: Count
     gpu_share: Percent = WHOLE
@@ -80,7 +83,7 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
     portions: tuple[Portion, ...] = ()  # of its host's GPUs
     attempts: tuple[Attempt, ...] = ()
     array: ArrayPlace | None = None
-    priority: int = 0
+    priority: Priority = 0
     saves: bool = False  # whether it has checkpoints
     commit: Commit | None = None
     outcome: Outcome | None = None
@@ -91,8 +94,8 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
     runner: bytes | None = None
     standby: bytes | None = None  # the node that would take the next attempt
     warm: bool = False  # the standby has its last checkpoint
-    step: int | None = None
-    of: int | None = None
+    step: Number | None = None
+    of: Number | None = None
     heeds_notice: bool | None = None  # whether the guest saves at a notice, as far as this can be observed
     next_checkpoint: NextCheckpoint | None = None
     saving: Saving | None = None
@@ -147,10 +150,14 @@ def encode_status(status: JobStatus) -> bytes:
 
 
 def decode_status(data: bytes) -> JobStatus | None:
-    """Decode a status; None for anything else, such as a newer version."""
+    """Decode a status; None for anything else, such as a newer version or what no job can be."""
     try:
         status = _decoder.decode(data)
-    except MALFORMED:
+        if status.array is not None:
+            check_array(status.array)
+    except (SpecError, *MALFORMED):
+        return None
+    if not _is_possible(status):
         return None
     # A node may know thousands of jobs. They name the same few nodes and users, which take half of their memory otherwise.
     replace = msgspec.structs.replace
@@ -162,6 +169,12 @@ def decode_status(data: bytes) -> JobStatus | None:
         config=replace(status.config, members=tuple(_shared(voter) for voter in status.config.members)),
         attempts=tuple(replace(one, node=_shared(one.node), nick=_shared(one.nick)) for one in status.attempts),
     )
+
+
+def _is_possible(status: JobStatus) -> bool:
+    """Tell whether the parts of a status fit together: its readers rely on that."""
+    ranked = status.rank[0] == (status.outcome is not None)
+    return len(status.job) == JOB_ID_BYTES and ranked and (status.runner is None or bool(status.attempts))
 
 
 def _shared(value: T) -> T:

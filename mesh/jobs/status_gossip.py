@@ -124,7 +124,7 @@ def _fitting(status: JobStatus) -> bytes | None:
     Records come from other nodes: a large one must not end this daemon.
     """
     shorter = (msgspec.structs.replace(status, attempts=status.attempts[-most:]) for most in FEWER_ATTEMPTS)
-    bodies = map(encode_status, (status, *shorter, msgspec.structs.replace(status, attempts=())))
+    bodies = map(encode_status, (status, *shorter, msgspec.structs.replace(status, attempts=(), runner=None)))
     return next((body for body in bodies if len(body) <= MAX_BODY_BYTES), None)
 
 

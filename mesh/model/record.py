@@ -12,7 +12,7 @@ import msgspec
 
 OutcomeKind = Literal["done", "failed", "cancelled"]
 
-Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # from peers: the next one, too, fits into 64 bits
 Needed = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2)]
 
 FIRST_TERM = 1  # of every job; it belongs to the submitter, so nobody has to win it
@@ -24,13 +24,13 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     `wanted` that its user asked for. `platform`, of a system checkpoint: the nodes that can resume it.
     """
 
-    seq: int
-    term: int
+    seq: Number
+    term: Number
     manifest: bytes
     parent: bytes | None
     holders: tuple[bytes, ...]
-    step: int | None
-    created_unix_ms: int
+    step: Number | None
+    created_unix_ms: Number
     platform: str = ""
     wanted: Number = 0
 
@@ -45,18 +45,18 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     there, and may succeed elsewhere.
     """
 
-    number: int
+    number: Number
     node: bytes
     nick: str
-    term: int
-    started_unix_ms: int
-    running_unix_ms: int = 0
-    ended_unix_ms: int = 0
-    seen_unix_ms: int = 0
+    term: Number
+    started_unix_ms: Number
+    running_unix_ms: Number = 0
+    ended_unix_ms: Number = 0
+    seen_unix_ms: Number = 0
     reason: str = ""
     exit_code: int | None = None
-    resumed_step: int | None = None
-    last_step: int | None = None
+    resumed_step: Number | None = None
+    last_step: Number | None = None
     fault: bool = False
     gang: tuple[tuple[bytes, str], ...] = ()  # the other nodes of a gang with their nicks, by rank from 1
 
@@ -101,7 +101,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     exit_code: int | None
     manifest: bytes | None
     holders: tuple[bytes, ...]
-    ended_unix_ms: int
+    ended_unix_ms: Number
 
 
 class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -113,13 +113,13 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     checkpoint that no node could give: the chain forks there. `unfetched_unix_ms`: since when no attempt could fetch `commit`.
     """
 
-    version: int = 0
+    version: Number = 0
     commit: Commit | None = None
     attempts: tuple[Attempt, ...] = ()
     outcome: Outcome | None = None
-    errors: int = 0
+    errors: Number = 0
     prefer: bytes | None = None  # the preferred node of the next attempt
-    settled: int = 0
+    settled: Number = 0
     predecessor: Commit | None = None
     needed: Needed = ()
     abandoned: Commit | None = None
@@ -210,8 +210,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     outranks any number of changes under an earlier one.
     """
 
-    number: int
-    term: int
+    number: Number
+    term: Number
     members: tuple[Voter, ...]
     previous: tuple[Voter, ...] = ()
 

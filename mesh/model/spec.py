@@ -388,7 +388,7 @@ def check_spec(spec: JobSpec) -> None:
     if spec.deadline_unix_ms is not None and not spec.created_unix_ms < spec.deadline_unix_ms < 2**53:
         raise SpecError("the deadline must lie in the future")
     if spec.array is not None:
-        _check_array(spec.array)
+        check_array(spec.array)
         if spec.array.batch > 1 and (spec.checkpointing is not None or spec.most_nodes > 1):
             raise SpecError("a batch runs its indices afresh on one node: leave out --ckpt and --nodes, or --batch")
     try:
@@ -503,7 +503,8 @@ def _check_home(spec: JobSpec) -> None:
         raise SpecError("a job on several nodes has no home: leave out --home")
 
 
-def _check_array(array: ArrayPlace) -> None:
+def check_array(array: ArrayPlace) -> None:
+    """Raise SpecError for a place that no array has."""
     if len(array.array) != JOB_ID_BYTES or not 1 <= array.of <= MAX_ARRAY:
         raise SpecError(f"an array has 1 to {MAX_ARRAY} jobs")
     if not 0 <= array.index < 2**31 or not 0 <= array.place < array.of or not 0 <= array.limit <= MAX_ARRAY:

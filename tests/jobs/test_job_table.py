@@ -1,5 +1,6 @@
 """Job table and status gossip: choice among views of a job, and the rate of published statuses."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,13 +8,23 @@ import msgspec
 import pytest
 
 from membership.records import MAX_BODY_BYTES
-from mesh.consensus.status import RUNNER, JobStatus, archived, decode_status, encode_status, status_of
+from mesh.consensus.status import (
+    RUNNER,
+    JobStatus,
+    NextCheckpoint,
+    Saving,
+    archived,
+    decode_status,
+    encode_status,
+    status_of,
+)
 from mesh.jobs import status_gossip
 from mesh.jobs.job_table import OWN, JobTable
 from mesh.jobs.status_gossip import COMMITS_S, NEWS_S, REPEAT_S, SAME_S, WAITS_PER_S, StatusGossip, speaks_for
 from mesh.model.record import Attempt, Commit, Outcome
+from mesh.model.spec import ArrayPlace
 from placement.advert import Portion
-from placement.queue import Waiting
+from placement.queue import MAX_PRIORITY, Waiting
 from placement.request import Request
 from tests.consensus.worlds import JOB, A, B, C, make_advert, make_witness
 
@@ -114,6 +125,36 @@ def test_archived_job_is_charged_once() -> None:
 )
 def test_view_with_impossible_gpus_is_not_decoded(lie: dict[str, object]) -> None:
     assert decode_status(encode_status(view())) == view() and decode_status(encode_status(view(**lie))) is None
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"job": b"short"},
+        {"runner": A},  # without the attempt that runs
+        {"rank": (1, 0, 0, 0)},  # of a job that is over, without its end
+        {"rank": (0, 1 << 53, 0, 0)},
+        {"rank": (0, 0, 0, RUNNER + 1)},
+        {"array": ArrayPlace(array=JOB, index=0, place=0, of=1, batch=2**40)},
+        {"attempts": (Attempt(0, A, "a", 1, 0, running_unix_ms=-1),)},
+        {"attempts": (Attempt(0, A, "a", 1, 0, seen_unix_ms=1 << 53),)},
+        {"commit": msgspec.structs.replace(COMMIT, created_unix_ms=1 << 53)},
+        {"outcome": msgspec.structs.replace(DONE, ended_unix_ms=1 << 53), "rank": (1, 0, 0, 0)},
+        {"step": -1},
+        {"saving": Saving("checkpoint", -1, 0)},
+        {"next_checkpoint": NextCheckpoint(0, math.nan, 0.0, "")},
+        {"next_checkpoint": NextCheckpoint(0, 0.0, math.inf, "")},
+        {"waiting": msgspec.structs.replace(WAITING, priority=MAX_PRIORITY + 1)},
+        {"waiting": msgspec.structs.replace(WAITING, since_unix=-1)},
+        {"waiting": msgspec.structs.replace(WAITING, request=Request(JOB, 0, "ada", nodes=0))},
+        {"waiting": msgspec.structs.replace(WAITING, request=Request(JOB, 0, "ada", nodes=-5))},
+        {"waiting": msgspec.structs.replace(WAITING, request=Request(JOB, 0, "ada", memory_mib=-1))},
+        {"waiting": msgspec.structs.replace(WAITING, request=Request(JOB, 0, "ada", remaining_s=-1))},
+    ],
+)
+def test_view_that_no_job_can_have_is_not_decoded(lie: dict[str, Any]) -> None:
+    """One ended every daemon of the mesh: the queue and the job table rely on what a status means."""
+    assert decode_status(encode_status(msgspec.structs.replace(view(), **lie))) is None
 
 
 def test_statuses_share_what_they_name_alike_unless_it_is_long() -> None:
@@ -224,6 +265,7 @@ def test_status_that_is_too_large_is_published_shorter_or_not_at_all(monkeypatch
     large = Attempt(number=1, node=A, nick="x" * 3000, term=1, started_unix_ms=0)
     assert world.publishes(view(attempts=(large,) * 16), 0.0)
     assert len(world.statuses[-1][0].attempts) == 4
-    assert world.publishes(view(attempts=(msgspec.structs.replace(large, reason="x" * MAX_BODY_BYTES),)), 1000.0)
-    assert world.statuses[-1][0].attempts == ()
+    larger = msgspec.structs.replace(large, reason="x" * MAX_BODY_BYTES)
+    assert world.publishes(view("running", term=1, runner=A, attempts=(larger,)), 1000.0)
+    assert (world.statuses[-1][0].attempts, world.statuses[-1][0].runner) == ((), None)
     assert not world.publishes(view(outcome=msgspec.structs.replace(DONE, detail="x" * MAX_BODY_BYTES)), 2000.0)
