@@ -15,7 +15,7 @@ from membership.malformed import MALFORMED
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.proposer import WANT_WITNESSES
 from mesh.consensus.view import Instant, View
-from mesh.model.record import Config, JobRecord, Voter
+from mesh.model.record import Config, JobRecord, Number, Voter
 
 LEAP = 1 << 20  # more terms and group changes than the lost witnesses can have had among themselves
 TIES = 1 << 24  # recoveries that start from equal numbers differ in so many ways; 2^63 leaves room for 500,000 of them
@@ -30,7 +30,7 @@ class ForcedReconfiguration(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     """The statement that the user signs: this group keeps the job's record from this term on."""
 
     job: bytes
-    term: int
+    term: Number
     config: Config
 
 

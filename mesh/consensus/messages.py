@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from membership.malformed import MALFORMED
-from mesh.model.record import Config, JobRecord
+from mesh.model.record import Config, JobRecord, Number
 
 MOST_WARRANTS = 8  # of one message: a leader's, and those of two groups of three witnesses
 SealedWarrant = Annotated[bytes, msgspec.Meta(max_length=512)]
@@ -27,7 +27,7 @@ class Prepare(Message, frozen=True, tag="prepare"):
     `config` and `warrants`, once the group has changed: the group that the sender knows, and warrants that name it.
     """
 
-    term: int
+    term: Number
     config: Config | None = None
     warrants: Warrants = ()
 
@@ -37,7 +37,7 @@ class PreVote(Message, frozen=True, tag="pre_vote"):
     partitioned node cannot raise terms and disrupt the others when it returns. `config` and `warrants`: as in `Prepare`.
     """
 
-    term: int
+    term: Number
     config: Config | None = None
     warrants: Warrants = ()
 
@@ -45,15 +45,15 @@ class PreVote(Message, frozen=True, tag="pre_vote"):
 class PreVoteGranted(Message, frozen=True, tag="pre_vote_granted"):
     """The term would be promised."""
 
-    term: int
+    term: Number
     disk: bytes
 
 
 class Promised(Message, frozen=True, tag="promised"):
-    term: int
+    term: Number
     disk: bytes
     config: Config
-    accepted_term: int
+    accepted_term: Number
     record: JobRecord
     cancel_wanted: bool
 
@@ -68,8 +68,8 @@ class Accept(Message, frozen=True, tag="accept"):
     of the leader that gave the runner its term, and of witnesses that have accepted it, or the group, since.
     """
 
-    term: int
-    round: int
+    term: Number
+    round: Number
     config: Config
     record: JobRecord
     holder: bytes | None
@@ -85,9 +85,9 @@ class Accepted(Message, frozen=True, tag="accepted"):
     witnesses that do not know it.
     """
 
-    term: int
+    term: Number
     disk: bytes
-    round: int
+    round: Number
     cancel_wanted: bool = False
     warrant: SealedWarrant = b""
 
@@ -95,15 +95,15 @@ class Accepted(Message, frozen=True, tag="accepted"):
 class Refused(Message, frozen=True, tag="refused"):
     """A refusal: a higher term was promised, a lease still runs (`lease_left_s`), or the receiver needs the job's spec."""
 
-    term: int
+    term: Number
     disk: bytes
-    round: int
-    promised: int
+    round: Number
+    promised: Number
     config: Config | None
     lease_left_s: float
     needs_spec: bool
     finished: bool
-    accepted_term: int = 0
+    accepted_term: Number = 0
     record: JobRecord | None = None
 
 
@@ -125,7 +125,7 @@ class Start(Message, frozen=True, tag="start"):
     the term to the receiver; the witnesses ask for it.
     """
 
-    term: int
+    term: Number
     config: Config
     record: JobRecord
     spec: bytes
@@ -133,7 +133,7 @@ class Start(Message, frozen=True, tag="start"):
 
 
 class StartAnswer(Message, frozen=True, tag="start_answer"):
-    term: int
+    term: Number
     taken: bool
     reason: str
 
@@ -141,13 +141,13 @@ class StartAnswer(Message, frozen=True, tag="start_answer"):
 class Released(Message, frozen=True, tag="released"):
     """Hint to the witnesses that the job has no runner any more, so that nobody waits for the lease to expire."""
 
-    term: int
+    term: Number
 
 
 class Closed(Message, frozen=True, tag="closed"):
     """A majority holds this record's outcome: the job is over. Sent by the node that proposed it, or by a witness."""
 
-    term: int
+    term: Number
     record: JobRecord
 
 
@@ -183,13 +183,13 @@ class GangPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class Enlist(Message, frozen=True, tag="enlist"):
     """Reserve a place for this attempt of a job that runs on several nodes, under the sender's lease of this term."""
 
-    term: int
-    number: int
+    term: Number
+    number: Number
     spec: bytes
 
 
 class Enlisted(Message, frozen=True, tag="enlisted"):
-    term: int
+    term: Number
     taken: bool
     reason: str
 
@@ -197,7 +197,7 @@ class Enlisted(Message, frozen=True, tag="enlisted"):
 class Begin(Message, frozen=True, tag="begin"):
     """All members have a place: start the guest from this record's checkpoint."""
 
-    term: int
+    term: Number
     place: GangPlace
     record: JobRecord
 
@@ -205,22 +205,22 @@ class Begin(Message, frozen=True, tag="begin"):
 class ExtendRun(Message, frozen=True, tag="extend_run"):
     """Ask how long this member's guest may run. `round` is the sender's counter and returns in the answer."""
 
-    term: int
-    round: int
+    term: Number
+    round: Number
 
 
 class RunGranted(Message, frozen=True, tag="run_granted"):
     """The guest may run for `left_s` seconds from the time of the question: the rest of the runner's lease."""
 
-    term: int
-    round: int
+    term: Number
+    round: Number
     left_s: float
 
 
 class MemberEnded(Message, frozen=True, tag="member_ended"):
     """The member's guest has ended; `problem` if it never started."""
 
-    term: int
+    term: Number
     code: int
     problem: str = ""
 
@@ -228,7 +228,7 @@ class MemberEnded(Message, frozen=True, tag="member_ended"):
 class MemberLeaving(Message, frozen=True, tag="member_leaving"):
     """The owner of the member's machine wants it back."""
 
-    term: int
+    term: Number
     grace_s: float
     reason: str
 
@@ -236,7 +236,7 @@ class MemberLeaving(Message, frozen=True, tag="member_leaving"):
 class Dismiss(Message, frozen=True, tag="dismiss"):
     """The gang ends: save and leave within the grace, or at once."""
 
-    term: int
+    term: Number
     grace_s: float
     reason: str
 

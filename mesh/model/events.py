@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from membership.malformed import MALFORMED
+from mesh.model.record import Number
 from placement.decision import Decision
 
 Kind = Literal["submitted", "order", "state", "decision", "checkpoint", "attempt", "end", "node", "audit"]
@@ -32,13 +33,13 @@ class Event(msgspec.Struct, frozen=True):
     """
 
     job: bytes | None
-    seq: int
-    unix_ms: int
+    seq: Number
+    unix_ms: Number
     kind: Kind
     previous: bytes = b""
-    attempt: int | None = None
-    number: int | None = None
-    step: int | None = None
+    attempt: Number | None = None
+    number: Number | None = None
+    step: Number | None = None
     old: str = ""
     new: str = ""
     reason: str = ""

@@ -15,6 +15,7 @@ from mesh.consensus.messages import (
     Accepted,
     AnyMessage,
     Cancel,
+    Closed,
     MessageError,
     Prepare,
     Promised,
@@ -98,6 +99,22 @@ def test_oversized_message_is_refused_before_decoding() -> None:
 def test_warrants_are_bounded(message: AnyMessage) -> None:
     with pytest.raises(MessageError):
         decode_message(encode_message(message))
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 53])
+def test_numbers_are_bounded(number: int) -> None:
+    """A witness keeps them, and the next term or version must fit into a message."""
+    messages: list[AnyMessage] = [
+        Prepare(JOB, number),
+        Refused(JOB, 3, DISK, 1, number, None, 0.0, needs_spec=False, finished=False),
+        Promised(JOB, 3, DISK, CONFIG, number, RECORD, cancel_wanted=False),
+        Accept(JOB, 3, 1, msgspec.structs.replace(CONFIG, number=number), RECORD, D),
+        Accept(JOB, 3, 1, CONFIG, msgspec.structs.replace(RECORD, version=number), D),
+        Closed(JOB, 3, RECORD.amended(outcome=msgspec.structs.replace(RECORD.outcome, ended_unix_ms=number))),
+    ]
+    for message in messages:
+        with pytest.raises(MessageError):
+            decode_message(encode_message(message))
 
 
 @given(st.binary(max_size=300))

@@ -154,6 +154,15 @@ async def test_event_longer_than_any_of_ours_is_refused(nodes: list[Node]) -> No
         assert witness.take(runner, EventReport(job=JOB, events=(sealed,))) == refused
 
 
+async def test_event_with_a_number_that_no_journal_keeps_is_refused(nodes: list[Node]) -> None:
+    """One made the save fail that carries the notes of a witness, and so ended its daemon."""
+    runner, witness, _ = nodes
+    for number, refused in ((1 << 53, 1), (1 << 63, 1), (-1, 1), ((1 << 53) - 1, 0)):
+        sealed = seal(runner.identity, runner.trust.mesh_id, "event", encode_event(Event(JOB, number, 0, "state")))
+        assert witness.take(runner, EventReport(job=JOB, events=(sealed,))) == refused
+    assert len(await witness.kept()) == 1
+
+
 @given(st.binary(max_size=300))
 def test_any_bytes_decode_to_an_event_or_an_error(data: bytes) -> None:
     try:
