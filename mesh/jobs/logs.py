@@ -6,9 +6,11 @@ runs, its node sends what is new to the job's witnesses every few seconds, so th
 
 import asyncio
 import logging
+import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -141,11 +143,18 @@ def _bounds(path: Path) -> tuple[int, int]:
 
 
 def _newest(home: Path) -> float:
-    return max((path.stat().st_mtime for path in home.iterdir()), default=0.0)
+    return max((file.st_mtime for file in _files(home)), default=0.0)
 
 
 def _size(home: Path) -> int:
-    return sum(path.stat().st_size for path in home.iterdir())
+    return sum(file.st_size for file in _files(home))
+
+
+def _files(home: Path) -> Iterator[os.stat_result]:
+    """Yield the state of each log of a job; another thread may remove copies meanwhile."""
+    for path in home.iterdir():
+        with suppress(FileNotFoundError):
+            yield path.stat()
 
 
 def snapshot_logs(base: Path, live: Path) -> Path:

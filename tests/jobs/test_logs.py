@@ -253,6 +253,16 @@ def test_oldest_logs_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert new.exists()
 
 
+def test_log_that_goes_meanwhile_does_not_end_the_trim(tmp_path: Path) -> None:
+    """Copies are written, and the oldest of them removed, while the logs are looked at."""
+    logs = JobLogs(tmp_path)
+    old, new = aged(logs, OLD, 7.1), aged(logs, NEW, 6.9)
+    for home in (old, new):
+        (home / "gone.copy").symlink_to("a file that was here when the directory was read")
+    logs.trim(set())
+    assert not old.exists() and new.exists()
+
+
 # --- copies on witnesses
 
 
