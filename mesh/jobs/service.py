@@ -8,7 +8,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -90,7 +90,7 @@ from mesh.jobs.own_status import OwnStatus
 from mesh.jobs.standby import StandbySync
 from mesh.jobs.status_gossip import StatusGossip
 from mesh.jobs.vouching import Asking, Vouching
-from mesh.journal import Journal
+from mesh.journal import Journal, JournalError
 from mesh.model.spec import JobSpec, SpecError, encode_spec, format_job, job_id, placement_request
 from mesh.network.proxy_rules import ProxyRules
 from mesh.rpc.client import PeerClient
@@ -329,7 +329,11 @@ class JobService:
 
     def _look(self, at: Instant) -> list[Directed]:
         begun = time.monotonic()
-        view = msgspec.structs.replace(self.mesh_view.look(), recoveries=self.status_gossip.recoveries())
+        try:
+            view = msgspec.structs.replace(self.mesh_view.look(), recoveries=self.status_gossip.recoveries())
+        except Exception:  # of what nodes publish; an error in a core is fatal, since what it has changed is not saved
+            log.exception("the view of the mesh could not be built; the next change tries again")
+            return []
         outputs = self.participant.observe(view, at)
         self._look_s = time.monotonic() - begun
         return outputs
@@ -354,10 +358,23 @@ class JobService:
                 self.views_changed()
             if time.monotonic() >= collect_at:
                 collect_at = time.monotonic() + COLLECT_EVERY_S
-                await self._retention.tidy(self.job_table.all(), time.time())
-                await self.workdirs.tidy(time.time(), time.monotonic())
-                await asyncio.to_thread(self.logs.trim, set(self.attempts))
-                await self.archive.archive_old({*self.attempts, *self._submissions}, time.time())
+                await self._tidy()
+
+    async def _tidy(self) -> None:
+        """Remove what jobs have left. The next round repeats a step that failed; a journal that cannot write ends the node."""
+        steps: tuple[Callable[[], Awaitable[object]], ...] = (
+            lambda: self._retention.tidy(self.job_table.all(), time.time()),
+            lambda: self.workdirs.tidy(time.time(), time.monotonic()),
+            lambda: asyncio.to_thread(self.logs.trim, set(self.attempts)),
+            lambda: self.archive.archive_old({*self.attempts, *self._submissions}, time.time()),
+        )
+        for step in steps:
+            try:
+                await step()
+            except JournalError:
+                raise
+            except Exception:
+                log.exception("what jobs have left could not all be removed; the next round tries again")
 
     async def _mark_logs(self) -> None:
         while True:

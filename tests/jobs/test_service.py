@@ -236,6 +236,37 @@ async def test_service_ends_without_a_word_when_it_cannot_save(jobs: JobService)
     assert not sent
 
 
+async def test_view_that_cannot_be_built_ends_nothing_and_reaches_no_core(jobs: JobService) -> None:
+    def fail(*given: object) -> Any:
+        raise IndexError("of a status that a member published")
+
+    jobs.participant.observe = lambda view, at: pytest.fail("the cores saw it")  # type: ignore[method-assign]
+    jobs.mesh_view.look = fail  # type: ignore[method-assign]
+    assert jobs._look(Instant(1.0, 1)) == []
+
+
+async def test_step_of_the_upkeep_that_fails_ends_no_other(
+    jobs: JobService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[str] = []
+
+    def failing(name: str, error: Exception) -> Any:
+        def step(*given: object) -> None:
+            tried.append(name)
+            raise error
+
+        return step
+
+    steps = {"tidy": jobs._retention, "_follow_hints": jobs.workdirs, "trim": jobs.logs, "archive_old": jobs.archive}
+    for name, part in steps.items():
+        monkeypatch.setattr(part, name, failing(name, OSError("the disk is full")))
+    await jobs._tidy()
+    assert tried == list(steps) and caplog.text.count("the disk is full") == len(steps)
+    monkeypatch.setattr(jobs._retention, "tidy", failing("save", JournalError("it cannot write")))
+    with pytest.raises(JournalError):
+        await jobs._tidy()
+
+
 class Removed:
     """A stand-in for an attempt; closing it takes no time."""
 
