@@ -1,4 +1,7 @@
-"""Pruning: which manifests a node's store no longer needs. Pure, but for the store that it is given."""
+"""Pruning: which manifests a node's store no longer needs. Pure, but for the store that it is given.
+
+What nodes publish only hints at what can go: any member can publish it. The records of the job's witnesses decide.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -11,14 +14,35 @@ class PrunedStore(Protocol):
     def forget_old(self, job: bytes, needed: Collection[int]) -> list[bytes]: ...
 
 
+def with_superseded(views: Mapping[bytes, Collection[JobStatus]], infos: Iterable[ManifestInfo]) -> list[bytes]:
+    """Return the jobs with a checkpoint among `infos` that a view of them does not need any more."""
+    numbers: dict[bytes, list[int]] = {}
+    for info in infos:
+        if info.kind == "checkpoint":
+            numbers.setdefault(info.job, []).append(info.seq)
+    return [
+        job
+        for job, here in numbers.items()
+        if any(
+            number < max(view.needed, default=0) for view in views.get(job, ()) for number in {*here} - {*view.needed}
+        )
+    ]
+
+
+def needed_by_all(records: Collection[Collection[int]]) -> frozenset[int]:
+    """Return the numbers of checkpoints that one of these records needs, up to where the record that is furthest behind is."""
+    newest = min((max(needed, default=0) for needed in records), default=0)
+    return frozenset(number for needed in records for number in needed if number <= newest)
+
+
 def forget_superseded(
-    store: PrunedStore, statuses: Mapping[bytes, JobStatus], infos: Sequence[ManifestInfo]
+    store: PrunedStore, needed: Mapping[bytes, Collection[int]], infos: Sequence[ManifestInfo]
 ) -> list[bytes]:
     """Forget the checkpoints among `infos` that their jobs cannot need any more; return the forgotten ids."""
     forgotten = []
     for job in dict.fromkeys(info.job for info in infos):
-        if job in statuses:
-            forgotten += store.forget_old(job, statuses[job].needed)
+        if job in needed:
+            forgotten += store.forget_old(job, needed[job])
     return forgotten
 
 

@@ -3,57 +3,68 @@ is low.
 
 The job that ended first is removed first, and none before it has been over for some days: its submitter may still want the
 result. A job counts as over from the time when this node learned it, by its own clock, and only while no node reports that it
-continues.
+continues. What a job that goes on does not need any more is removed by the word of its witnesses.
 """
 
 import asyncio
 import logging
+import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from ckptstore.store import ManifestInfo, Store
-from mesh.checkpoints.pruning import forget_superseded, longest_over
-from mesh.consensus.status import JobStatus
+from mesh.checkpoints.pruning import forget_superseded, longest_over, with_superseded
+from mesh.consensus.status import JobStatus, is_over
 from mesh.journal import Journal
 from mesh.model.spec import format_job
 
 COLLECT_MIN_AGE_S = 900.0  # longer than from the last chunk of an upload to its manifest; kopia uses 24 h, over WANs
 FULL_SHARE = 0.9  # of what the store may take, or of its disk (own choice)
+ASKED = 64  # jobs whose witnesses are asked in one round (own choice)
 
 log = logging.getLogger(__name__)
 
 
-class Retention:
-    """`keep_s`: how long what a finished job has left stays in any case."""
+Views = Mapping[bytes, Collection[JobStatus]]  # of each job, by all nodes that publish one
 
-    def __init__(self, store: Store, journal: Journal, keep_s: float) -> None:
-        self._store, self._journal, self._keep_s = store, journal, keep_s
+
+class Retention:
+    """`keep_s`: how long what a finished job has left stays in any case. `needed` asks a job's witnesses for the numbers of the
+    checkpoints that it needs; none if they do not answer.
+    """
+
+    def __init__(
+        self, store: Store, journal: Journal, keep_s: float, needed: Callable[[bytes], Awaitable[Collection[int]]]
+    ) -> None:
+        self._store, self._journal, self._keep_s, self._needed = store, journal, keep_s, needed
         self._over: dict[bytes, float] = {}  # end (Unix time) of finished jobs with data here
 
     async def restore(self) -> None:
         self._over = {job: unix_ms / 1000 for job, unix_ms in (await self._journal.ended()).items()}
 
-    async def tidy(self, statuses: Mapping[bytes, JobStatus], now_unix: float) -> None:
-        """Free space, given the status of all known jobs."""
+    async def tidy(self, views: Views, now_unix: float) -> None:
+        """Free space, given what nodes publish of all known jobs."""
         infos = await asyncio.to_thread(self._store.manifests)
-        await self._note(statuses, {info.job for info in infos}, now_unix)
-        await asyncio.to_thread(self._remove, statuses, infos, now_unix)
+        await self._note(views, {info.job for info in infos}, now_unix)
+        hinted = with_superseded(views, infos)
+        asked = random.sample(hinted, min(ASKED, len(hinted)))  # false hints must not keep true ones waiting
+        needed = dict(zip(asked, await asyncio.gather(*map(self._needed, asked)), strict=True))
+        await asyncio.to_thread(self._remove, needed, infos, now_unix)
 
-    async def _note(self, statuses: Mapping[bytes, JobStatus], here: set[bytes], now_unix: float) -> None:
-        known = [statuses[job] for job in here if job in statuses]
-        over = [status.job for status in known if status.outcome is not None and status.job not in self._over]
+    async def _note(self, views: Views, here: set[bytes], now_unix: float) -> None:
+        known = {job: is_over(views.get(job, ())) for job in here}
+        over = [job for job in here if known[job] and job not in self._over]
         new = [
             job for job in over if await self._journal.submitted(job) is None
         ]  # jobs submitted here keep their results
-        goes_on = {status.job for status in known if status.outcome is None}
-        gone = [job for job in self._over if job in goes_on or job not in here]
+        gone = [job for job in self._over if known.get(job) is False or job not in here]
         if new or gone:
             await self._journal.note_ended(new, gone, int(now_unix * 1000))
         self._over = {job: at for job, at in self._over.items() if job not in gone} | dict.fromkeys(new, now_unix)
 
-    def _remove(self, statuses: Mapping[bytes, JobStatus], infos: Sequence[ManifestInfo], now_unix: float) -> None:
-        forget_superseded(self._store, statuses, infos)
+    def _remove(self, needed: Mapping[bytes, Collection[int]], infos: Sequence[ManifestInfo], now_unix: float) -> None:
+        forget_superseded(self._store, needed, infos)
         since = {job: at for job, at in self._over.items() if at <= now_unix - self._keep_s}
         for info in longest_over(infos, since, excess_bytes(self._store)):
             days = (now_unix - since[info.job]) / 86_400

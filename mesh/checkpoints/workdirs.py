@@ -15,7 +15,7 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from ckptstore.store import Store
-from mesh.consensus.status import JobStatus
+from mesh.consensus.status import JobStatus, is_over
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec
 
@@ -92,11 +92,9 @@ class Workdirs:
         changed = []
         for workdir, jobs in self._links.items():
             for job, over in jobs.items():
-                seen = views.get(job, ())
-                if any(view.outcome is None for view in seen):
-                    now_over = None
-                else:
-                    now_over = now_unix if over is None and (seen or job in ends) else over
+                told = is_over(views.get(job, ()))
+                ended = over is None and (told or job in ends)
+                now_over = None if told is False else now_unix if ended else over
                 if now_over != over:
                     changed.append((workdir, job, now_over))
         return changed

@@ -260,6 +260,11 @@ def status_of(
     )
 
 
+def is_over(views: Collection[JobStatus]) -> bool | None:
+    """Tell whether a job is over: only while no view says that it continues. None without a view."""
+    return all(view.outcome is not None for view in views) if views else None
+
+
 def best_of(views: Collection[JobStatus]) -> JobStatus:
     """Return the most advanced view of a job, with what only its runner sees. A witness may be ahead of the runner's last
     status.

@@ -26,7 +26,8 @@ from membership.trust import (
 )
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, decode_reconfiguration
-from mesh.consensus.messages import Accept, Enlist, Start
+from mesh.consensus.messages import MOST_WARRANTS, Accept, Enlist, Start
+from mesh.consensus.witness import MOST_EARLIER
 from mesh.data.manifest import DataManifest
 from mesh.model.record import FIRST_TERM, Config, JobRecord
 from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
@@ -368,6 +369,19 @@ class Authority:
         """Return the member that has accepted this group of the job; None if none did."""
         giver, stated = self._open_warrant(warrant)
         return giver if stated is not None and stated.names(job, config) else None
+
+    def witnesses_by(self, record: WitnessRecord, spec: JobSpec) -> set[NodeId]:
+        """Return the witnesses of a job, in any of its groups, as far as this record of it proves them.
+
+        The first group is in the job's description. A later one has a warrant by a member of one before, or is the one that the
+        job's user has named in a recovery.
+        """
+        proven = {voter.node for voter in spec.witnesses}
+        for group, warrants in (*reversed(record.earlier[:MOST_EARLIER]), (record.config, record.warrants)):
+            if any(self.warrants_group(one, record.job, group) in proven for one in warrants[:MOST_WARRANTS]):
+                proven |= set(group.nodes)
+        named = self.recovered_group(record)
+        return proven | set(named.nodes if named is not None else ())
 
     def _open_warrant(self, warrant: bytes) -> tuple[NodeId | None, Warrant | None]:
         try:

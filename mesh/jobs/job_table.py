@@ -27,11 +27,12 @@ class JobTable:
         self._waiting: dict[bytes, Waiting] = {}
         self._ends: dict[bytes, OutcomeKind] = {}
         self._array_ends: dict[bytes, set[int]] = {}
+        self._awaited_arrays: Set[bytes] = frozenset()
         self._archived: set[bytes] = set()
         self._used_before: Counter[tuple[str, int]] = Counter()  # of archived jobs, by user and day of the end
 
     def update(self, source: Source, job: bytes, view: JobStatus | None) -> bool:
-        """Set a node's view of a job, or remove it with None; return whether the job has just ended, for which others may
+        """Set a node's view of a job, or remove it with None; return whether it is now said to have ended, for which others may
         wait.
         """
         views = self._views.setdefault(job, {})
@@ -48,9 +49,11 @@ class JobTable:
         if best != before:
             self._announce(job)
         self._waiting.pop(job, None)
-        if best.outcome is not None:
-            self._over(job, best.outcome.kind, best.array)
-        elif best.waiting is not None and best.waiting.job == job:
+        if view is not None and view.outcome is not None:
+            if source == OWN:
+                self.end(job, view.outcome.kind, view.array)
+            self._count_place(view)
+        if best.outcome is None and best.waiting is not None and best.waiting.job == job:
             self._waiting[job] = best.waiting
         return best.outcome is not None and (before is None or before.outcome is None)
 
@@ -59,9 +62,28 @@ class JobTable:
         if archived.job not in self._archived:
             self._archived.add(archived.job)
             self._used_before[archived.user, archived.ended_unix_ms // 1000 // DAY_S] += archived.used
-        self._over(archived.job, archived.kind, archived.array)
+        self.end(archived.job, archived.kind, archived.array)
         if archived.job in self._views:
             self.update(OWN, archived.job, None)
+
+    def end(self, job: bytes, kind: OutcomeKind, array: ArrayPlace | None) -> None:
+        """Record the end of a job, as this node or the job's witnesses know it."""
+        self._ends[job] = kind
+        if array is not None:
+            self._array_ends.setdefault(array.array, set()).add(array.place)
+
+    def await_arrays(self, arrays: Set[bytes]) -> None:
+        """Count the places of these arrays, too, that a status says are finished."""
+        new, self._awaited_arrays = arrays - self._awaited_arrays, arrays
+        if new:
+            for views in self._views.values():
+                for view in views.values():
+                    self._count_place(view)
+
+    def may_be_over(self, job: bytes) -> bool:
+        """Tell whether a job may be over whose end is not known: a status says so, or there is none."""
+        views = self.views_of(job)
+        return job not in self._ends and (not views or any(view.outcome is not None for view in views))
 
     def next_change(self, job: bytes) -> asyncio.Event:
         """Return an event that is set when the job's status changes."""
@@ -77,9 +99,13 @@ class JobTable:
         """Return what this and other nodes say of each job."""
         return {job: list(views.values()) for job, views in self._views.items()}
 
+    def views_of(self, job: bytes) -> list[JobStatus]:
+        """Return what this and other nodes say of a job."""
+        return list(self._views.get(job, {}).values())
+
     @property
     def ends(self) -> Mapping[bytes, OutcomeKind]:
-        """Return the outcome of each finished job. Entries stay, so that no job waits for a forgotten one."""
+        """Return the outcome of each finished job (`end`). Entries stay, so that no job waits for a forgotten one."""
         return self._ends
 
     @property
@@ -147,10 +173,9 @@ class JobTable:
         if change is not None:
             change.set()
 
-    def _over(self, job: bytes, kind: OutcomeKind, array: ArrayPlace | None) -> None:
-        self._ends[job] = kind
-        if array is not None:
-            self._array_ends.setdefault(array.array, set()).add(array.place)
+    def _count_place(self, view: JobStatus) -> None:
+        if view.outcome is not None and view.array is not None and view.array.array in self._awaited_arrays:
+            self._array_ends.setdefault(view.array.array, set()).add(view.array.place)
 
     def _forget(self, job: bytes) -> None:
         del self._views[job]

@@ -77,6 +77,7 @@ from mesh.jobs.authority import (
     may_read_secrets,
     runs,
 )
+from mesh.jobs.awaited_ends import AwaitedEnds
 from mesh.jobs.departure_planner import DeparturePlanner
 from mesh.jobs.environments import Environments
 from mesh.jobs.event_log import EventLog
@@ -209,6 +210,7 @@ class JobService:
         )
         self._secret_files, self._environments = SecretFiles(self._me), environments
         self.vouching = Vouching(self.authority, trust, self.participant, self._witness_group, peers, self.job_table)
+        self._awaited_ends = AwaitedEnds(self.participant, self.job_table, self.vouching, self.views_changed)
         self.status_gossip = StatusGossip(self._me, membership, self.job_table, self.views_changed)
         self._standby_sync = StandbySync(self.replicator)
         self.own_status = OwnStatus(
@@ -242,7 +244,7 @@ class JobService:
             self.own_status.forget,
         )
         self._repair = Repair(self._me, self.replicator, store, self.replica_policy, self._on_recopied, repair_after_s)
-        self._retention = Retention(store, journal, keep_s)
+        self._retention = Retention(store, journal, keep_s, self.vouching.needed)
         table, describe = self.job_table, self.vouching.describe
         self.workdirs = Workdirs(store, journal, keep_s, table.views, lambda: table.ends, describe)
         self._save_schedules = SaveSchedules(journal, hooks.rates)
@@ -306,7 +308,7 @@ class JobService:
         await asyncio.gather(*self._endings, return_exceptions=True)
         await asyncio.to_thread(self._secret_files.clear)
         await asyncio.gather(self.keyring.close(), self.secrets_keyring.close())
-        await asyncio.gather(self._standby_sync.close(), self._repair.close())
+        await asyncio.gather(self._standby_sync.close(), self._repair.close(), self._awaited_ends.close())
         await asyncio.gather(self._deliveries.close(), self._message_sender.close())
 
     async def _work(self) -> None:
@@ -335,6 +337,7 @@ class JobService:
             log.exception("the view of the mesh could not be built; the next change tries again")
             return []
         outputs = self.participant.observe(view, at)
+        self._awaited_ends.look()
         self._look_s = time.monotonic() - begun
         return outputs
 
@@ -354,6 +357,7 @@ class JobService:
             guests = [self.attempts[job] for job in runners if job in self.attempts]
             await self._save_schedules.look(guests, instant().now, self.replicator.budget_bps)
             self._repair.look(self.job_table.all().values(), self.mesh_view.last.staying, set(runners))
+            self._awaited_ends.look()
             if self.job_table.waiting:
                 self.views_changed()
             if time.monotonic() >= collect_at:
@@ -363,7 +367,7 @@ class JobService:
     async def _tidy(self) -> None:
         """Remove what jobs have left. The next round repeats a step that failed; a journal that cannot write ends the node."""
         steps: tuple[Callable[[], Awaitable[object]], ...] = (
-            lambda: self._retention.tidy(self.job_table.all(), time.time()),
+            lambda: self._retention.tidy(self.job_table.views(), time.time()),
             lambda: self.workdirs.tidy(time.time(), time.monotonic()),
             lambda: asyncio.to_thread(self.logs.trim, set(self.attempts)),
             lambda: self.archive.archive_old({*self.attempts, *self._submissions}, time.time()),

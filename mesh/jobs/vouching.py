@@ -5,14 +5,18 @@ cannot be asked, nobody is vouched for: a store keeps what a provider brings and
 """
 
 import asyncio
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain, zip_longest
 
 from ckptstore.manifest import Manifest
 from membership.identity import NodeId
+from membership.malformed import MALFORMED
 from membership.trust import TrustStore
+from mesh.checkpoints.pruning import needed_by_all
 from mesh.checkpoints.witness_group import WitnessGroup
-from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.messages import Accept, Enlist, Introduce, MakeRoom, Start
 from mesh.consensus.participant import Participant
 from mesh.jobs.authority import (
@@ -35,6 +39,7 @@ ANSWER_S = 3.0
 REMEMBERED = 1024  # answers, groups and descriptions (own choice)
 MOST_WAITING = 64  # starts that wait for an answer; more are turned away (own choice)
 AT_ONCE = 16  # jobs asked about at the same time (own choice)
+LATER_ASKED = 8  # nodes asked whether they are later witnesses (own choice)
 SPEC_ASKED = 3  # nodes asked for a description, besides the one that brings the manifest (own choice)
 
 Asking = Start | Enlist | Accept | Introduce | MakeRoom  # what the cores cannot judge alone
@@ -146,6 +151,41 @@ class Vouching:
             self._groups.keep(job, present[0])
         return present
 
+    async def words(self, job: bytes) -> Sequence[WitnessRecord]:
+        """Return the records of most of a job's present witnesses, else of nodes that prove to be later ones; perhaps none."""
+        spec = await self.describe(job)
+        if spec is None:
+            return ()
+        async with self._turns:
+            present = await self._present(job, spec)
+            return present[1] if present is not None else await self._proven(job, spec)
+
+    async def _proven(self, job: bytes, spec: JobSpec) -> list[WitnessRecord]:
+        """Return the records of later witnesses, which statuses name, while most of the first ones are lost.
+
+        Each shows by warrants how its group came from the first one.
+        """
+        records = []
+        for node in self._named(job)[:LATER_ASKED]:
+            try:
+                sealed = await self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/witness-record", timeout_s=ANSWER_S)
+                record = decode_witness_record(sealed)
+            except (PeerError, *MALFORMED):
+                continue
+            if record.job == job and node in self._authority.witnesses_by(record, spec):
+                records.append(record)
+        return records
+
+    def _named(self, job: bytes) -> list[NodeId]:
+        """Return the witnesses that statuses of a job name, one of each status in turn: some statuses may be false."""
+        views = self._job_table.views_of(job)
+        lines = [random.sample(view.witnesses, len(view.witnesses)) for view in random.sample(views, len(views))]
+        return [node for node in dict.fromkeys(chain(*zip_longest(*lines))) if node is not None]
+
+    async def needed(self, job: bytes) -> Collection[int]:
+        """Return the numbers of the checkpoints that a job needs, as its witnesses say; none if they do not answer."""
+        return needed_by_all([known.record.needed for known in await self.words(job)])
+
     async def read_by_runner(self, job: bytes, node: NodeId) -> JobSpec | None:
         """Return a job's description if a majority of its witnesses say that this node runs the job; None otherwise."""
         try:
@@ -160,10 +200,13 @@ class Vouching:
         running = sum(runs(node, record.holder, record.record) for record in records)
         return spec if 2 * running > len(config.nodes) else None
 
-    async def describe(self, job: bytes) -> JobSpec | None:
-        """Return the description of a job that others report, signed by its submitter; None if nobody gives it."""
+    async def describe(self, job: bytes, first: NodeId | None = None) -> JobSpec | None:
+        """Return the description of a job that others report, signed by its submitter; None if nobody gives it.
+
+        `first`: the node that is asked first.
+        """
         try:
-            return await self._spec(job)
+            return await self._spec(job, first)
         except Refused:
             return None
 
@@ -176,8 +219,7 @@ class Vouching:
         return known
 
     async def _asked_spec(self, job: bytes, sender: NodeId | None) -> JobSpec:
-        status = self._job_table.get(job)
-        others = status.witnesses[:SPEC_ASKED] if status is not None else ()
+        others = self._named(job)[:SPEC_ASKED]
         for node in dict.fromkeys((*((sender,) if sender is not None else ()), *others)):
             try:
                 sealed = await self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/spec", timeout_s=ANSWER_S)

@@ -57,7 +57,8 @@ class KeepingNode(StoringNode):
 
     def tidy(self, statuses: Mapping[bytes, JobStatus]) -> None:
         """Forget what jobs have left here and do not need any more."""
-        forget_superseded(self.store, statuses, self.store.manifests())
+        needed = {job: status.needed for job, status in statuses.items()}  # production asks the job's witnesses
+        forget_superseded(self.store, needed, self.store.manifests())
         self.store.collect(min_age_s=YOUNG_S, now_unix=self.unix())
 
     def _repair_what_is_short(self, statuses: Mapping[bytes, JobStatus], staying: Set[bytes]) -> None:

@@ -171,6 +171,20 @@ MATRIX = (
         call="cancel",
     ),
     _row(
+        "Say which checkpoints of a job its holders may forget",
+        (WITNESS,),
+        "witnesses_by",
+        "mesh/jobs/vouching.py:words",
+        "tests/checkpoints/test_retention.py:test_status_alone_has_nothing_forgotten",
+    ),
+    _row(
+        "Say how a job ended, which starts or fails those that come after it",
+        (WITNESS,),
+        "witnesses_by",
+        "mesh/jobs/vouching.py:words",
+        "tests/jobs/test_awaited_ends.py:test_status_alone_ends_no_job_for_those_that_wait",
+    ),
+    _row(
         "Recover a job",
         (USER,),
         "read_recovery",

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ckptstore.store import Store
-from mesh.checkpoints.pruning import longest_over
+from mesh.checkpoints.pruning import longest_over, needed_by_all, with_superseded
 from mesh.checkpoints.retention import COLLECT_MIN_AGE_S, FULL_SHARE, Retention, excess_bytes
 from mesh.consensus.status import JobStatus, status_of
 from mesh.journal import Journal
@@ -51,7 +51,16 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def retention(store: Store, journal: Journal) -> Retention:
-    return Retention(store, journal, keep_s=7 * DAY_S)
+    return make_retention(store, journal)
+
+
+def make_retention(store: Store, journal: Journal, **needed: tuple[int, ...]) -> Retention:
+    """Return the retention of a node that gets these answers of witnesses, by the first character of the job."""
+
+    async def ask(job: bytes) -> tuple[int, ...]:
+        return needed.get(f"job{job[:1].decode()}", ())
+
+    return Retention(store, journal, 7 * DAY_S, ask)
 
 
 def told(job: bytes, over: bool = True, needed: tuple[int, ...] = ()) -> JobStatus:
@@ -70,7 +79,7 @@ def fill(store: Store) -> None:
 
 
 async def test_all_checkpoints_stay_while_space_is_free(retention: Retention, store: Store) -> None:
-    statuses = {job: told(job) for job in (ONE, TWO, THREE)}
+    statuses = {job: [told(job)] for job in (ONE, TWO, THREE)}
     await retention.tidy(statuses, NOW)
     await retention.tidy(statuses, NOW + 1000 * DAY_S)
     assert kept(store) == {ONE, TWO, THREE}
@@ -79,8 +88,8 @@ async def test_all_checkpoints_stay_while_space_is_free(retention: Retention, st
 async def test_job_that_ended_first_is_dropped_first_and_no_more_than_needed(
     retention: Retention, store: Store
 ) -> None:
-    await retention.tidy({ONE: told(ONE), TWO: told(TWO, over=False)}, NOW)
-    await retention.tidy({ONE: told(ONE), TWO: told(TWO)}, NOW + DAY_S)
+    await retention.tidy({ONE: [told(ONE)], TWO: [told(TWO, over=False)]}, NOW)
+    await retention.tidy({ONE: [told(ONE)], TWO: [told(TWO)]}, NOW + DAY_S)
     fill(store)
     before = store.stored_bytes()
     await retention.tidy({}, NOW + 30 * DAY_S)
@@ -108,7 +117,7 @@ async def test_space_of_young_packs_is_not_freed_yet(retention: Retention, store
 
 async def test_recently_ended_job_stays_even_when_space_is_short(retention: Retention, store: Store) -> None:
     store.quota_bytes = 1
-    statuses = {job: told(job) for job in (ONE, TWO, THREE)}
+    statuses = {job: [told(job)] for job in (ONE, TWO, THREE)}
     await retention.tidy(statuses, NOW)
     await retention.tidy(statuses, NOW + 7 * DAY_S - 1)
     assert kept(store) == {ONE, TWO, THREE}
@@ -118,8 +127,8 @@ async def test_recently_ended_job_stays_even_when_space_is_short(retention: Rete
 
 async def test_job_reported_as_running_again_is_kept(retention: Retention, store: Store) -> None:
     store.quota_bytes = 1
-    await retention.tidy({ONE: told(ONE)}, NOW)
-    await retention.tidy({ONE: told(ONE, over=False)}, NOW + DAY_S)
+    await retention.tidy({ONE: [told(ONE)]}, NOW)
+    await retention.tidy({ONE: [told(ONE, over=False)]}, NOW + DAY_S)
     await retention.tidy({}, NOW + 50 * DAY_S)
     assert ONE in kept(store)
 
@@ -127,15 +136,15 @@ async def test_job_reported_as_running_again_is_kept(retention: Retention, store
 async def test_jobs_submitted_on_this_node_are_kept(retention: Retention, store: Store, journal: Journal) -> None:
     store.quota_bytes = 1
     await journal.save_submitted(ONE, b"its description")
-    await retention.tidy({ONE: told(ONE), TWO: told(TWO)}, NOW)
+    await retention.tidy({ONE: [told(ONE)], TWO: [told(TWO)]}, NOW)
     await retention.tidy({}, NOW + 50 * DAY_S)
     assert kept(store) == {ONE, THREE}
 
 
 async def test_end_times_of_jobs_survive_a_restart(retention: Retention, store: Store, journal: Journal) -> None:
     store.quota_bytes = 1
-    await retention.tidy({ONE: told(ONE)}, NOW)
-    standby = Retention(store, journal, keep_s=7 * DAY_S)
+    await retention.tidy({ONE: [told(ONE)]}, NOW)
+    standby = make_retention(store, journal)
     await standby.restore()
     await standby.tidy({}, NOW + 7 * DAY_S)
     assert kept(store) == {TWO, THREE}
@@ -143,13 +152,46 @@ async def test_end_times_of_jobs_survive_a_restart(retention: Retention, store: 
     assert await journal.ended() == {}, "the journal forgets a job without checkpoints here"
 
 
-async def test_superseded_checkpoints_are_dropped_at_once(retention: Retention, store: Store, tmp_path: Path) -> None:
+async def test_superseded_checkpoints_are_dropped_at_once(store: Store, journal: Journal, tmp_path: Path) -> None:
     for seq in (2, 3):
         save(store, tmp_path / "in", job=ONE, seq=seq)
         save(store, tmp_path / "in", job=TWO, seq=seq)
-    await retention.tidy({ONE: told(ONE, over=False, needed=(2, 3))}, NOW)
+    retention = make_retention(store, journal, job1=(2, 3))
+    await retention.tidy({ONE: [told(ONE, over=False, needed=(2, 3))]}, NOW)
     assert [info.seq for info in store.manifests(ONE)] == [2, 3]
     assert [info.seq for info in store.manifests(TWO)] == [1, 2, 3], "no status tells what job two needs"
+
+
+async def test_status_alone_has_nothing_forgotten(store: Store, journal: Journal, tmp_path: Path) -> None:
+    """Any member can publish one, with any rank."""
+    for seq in (2, 3):
+        save(store, tmp_path / "in", job=ONE, seq=seq)
+    false = told(ONE, over=False, needed=(2**30,))
+    await make_retention(store, journal).tidy({ONE: [false]}, NOW)
+    assert [info.seq for info in store.manifests(ONE)] == [1, 2, 3], "its witnesses do not answer"
+    await make_retention(store, journal, job1=(1, 2)).tidy({ONE: [false, told(ONE, over=False)]}, NOW)
+    assert [info.seq for info in store.manifests(ONE)] == [1, 2, 3], "its witnesses know better"
+
+
+async def test_job_that_one_node_says_to_continue_is_kept(retention: Retention, store: Store) -> None:
+    store.quota_bytes = 1
+    await retention.tidy({ONE: [told(ONE), told(ONE, over=False)]}, NOW)
+    await retention.tidy({}, NOW + 50 * DAY_S)
+    assert ONE in kept(store)
+
+
+def test_witnesses_are_asked_only_about_jobs_with_something_to_forget(store: Store, tmp_path: Path) -> None:
+    save(store, tmp_path / "in", job=ONE, seq=2)
+    infos = store.manifests()
+    for needed, jobs in (((), []), ((1,), []), ((1, 2), []), ((2,), [ONE]), ((1, 3), [ONE]), ((3,), [ONE])):
+        views = {ONE: [told(ONE, over=False), told(ONE, over=False, needed=needed)], TWO: [told(TWO)]}
+        assert with_superseded(views, infos) == jobs, needed
+
+
+def test_record_that_is_furthest_behind_decides_what_is_needed() -> None:
+    assert needed_by_all([]) == needed_by_all([(), (2, 3)]) == set()
+    assert needed_by_all([(6, 7), (5, 6)]) == {5, 6}
+    assert needed_by_all([(6, 7), (2**30,)]) == {6, 7}, "one witness lies"
 
 
 def test_no_more_jobs_are_removed_than_make_up_for_the_excess(store: Store) -> None:

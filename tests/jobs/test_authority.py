@@ -69,6 +69,9 @@ class Town:
     def node(self, name: str) -> bytes:
         return self.ids[name].node_id
 
+    def voters(self, *names: str) -> tuple[Voter, ...]:
+        return tuple(Voter(self.node(name), DISK) for name in names)
+
     def credentials(self, name: str):
         found = self.trust.credentials(self.node(name), NOW)
         assert found is not None
@@ -390,6 +393,32 @@ def test_lease_needs_the_word_of_a_witness(town: Town) -> None:
     forged = seal(town.ids["bob"], town.trust.mesh_id, "job", b"")
     assert not may("ada2", lease(town, spec, "ada2", warrants=(forged, b"", b"x" * 200)))
     assert not may("bob", lease(town, spec, "bob")), "a witness takes no lease without a leader's word either"
+
+
+def test_record_proves_the_witnesses_that_warrants_lead_to(town: Town) -> None:
+    spec = town.spec("ada", witnesses=town.voters("ada", "bob"))
+    job = job_id(encode_spec(spec))
+
+    def by(name: str, config: Config) -> bytes:
+        return Authority(town.sealer(name), town.trust).warrant(job, 5, town.node(name), config)
+
+    def proven(*groups: tuple[Config, tuple[bytes, ...]]) -> set[str]:
+        """Return those whom a record with these groups proves, the present one last."""
+        (config, warrants), earlier = groups[-1], tuple(reversed(groups[:-1]))
+        record = msgspec.structs.replace(
+            make_witness().witness_record, job=job, config=config, warrants=warrants, earlier=earlier
+        )
+        found = town.authority.witnesses_by(record, spec)
+        return {name for name in town.ids if town.node(name) in found}
+
+    first = {"ada", "bob"}
+    joint = Config(1, 5, town.voters("bob", "guest"), spec.witnesses)
+    last = Config(2, 6, town.voters("guest", "lender"))
+    assert proven((Config(0, 0, spec.witnesses), ())) == first
+    assert proven((last, (by("lender", last), by("guest", last)))) == first, "nobody of the first group names it"
+    assert proven((joint, (by("bob", joint),)), (last, (by("guest", last),))) == {*first, "guest", "lender"}
+    assert proven((joint, (by("bob", last),)), (last, (by("guest", last),))) == first, "the warrant names another group"
+    assert proven((last, (by("guest", last),)), (joint, (by("bob", joint),))) == {*first, "guest"}, "not in this order"
 
 
 def test_warrant_names_one_group(town: Town) -> None:

@@ -39,6 +39,7 @@ def view(state: str = "pending", term: int = 0, **changes: object) -> JobStatus:
 
 DONE = Outcome(kind="done", detail="", exit_code=0, manifest=None, holders=(), ended_unix_ms=int(NOW * 1000))
 WAITING = Waiting(Request(job=JOB, attempt=0, user="ada"), 50, int(NOW))
+PLACE = ArrayPlace(b"a" * 16, index=1, place=1, of=9)
 COMMIT = Commit(seq=1, term=1, manifest=b"m" * 32, parent=None, holders=(), step=1, created_unix_ms=0)
 
 
@@ -53,17 +54,39 @@ def test_job_table_takes_the_most_advanced_view_from_any_source() -> None:
     assert not job_table.all() and not job_table.waiting
 
 
-def test_end_of_a_job_is_news_once_and_stays() -> None:
+def test_end_that_a_status_claims_is_news_once_and_no_more() -> None:
     job_table = JobTable()
     assert not job_table.update(A, JOB, view("running"))
     assert job_table.update(B, JOB, view("done", outcome=DONE)) and not job_table.update(
         C, JOB, view("done", outcome=DONE)
     )
+    assert job_table.may_be_over(JOB) and not job_table.ends, "any member can publish it"
+    job_table.end(JOB, "failed", None)
     job_table.keep_only({})
-    assert not job_table.all() and job_table.ends == {JOB: "done"}
+    assert not job_table.all() and job_table.ends == {JOB: "failed"} and not job_table.may_be_over(JOB)
     job_table.update(OWN, JOB, view("running"))
     job_table.keep_only({})
     assert job_table.own(JOB) is not None, "the node's own view stays"
+
+
+def test_end_that_this_node_knows_stays() -> None:
+    job_table = JobTable()
+    job_table.update(A, JOB, view("pending", term=2**50))
+    assert not job_table.may_be_over(JOB)
+    job_table.update(OWN, JOB, view("done", outcome=DONE, array=PLACE))
+    job_table.update(OWN, JOB, None)
+    assert job_table.ends == {JOB: "done"} and job_table.array_ends == {PLACE.array: {PLACE.place}}
+
+
+def test_places_of_awaited_arrays_alone_are_counted_by_statuses() -> None:
+    job_table, other = JobTable(), msgspec.structs.replace(PLACE, place=2)
+    job_table.update(A, JOB, view("done", outcome=DONE, array=PLACE))
+    job_table.update(A, b"other" + bytes(11), view("running", array=other))
+    assert not job_table.array_ends
+    job_table.await_arrays({PLACE.array})
+    assert job_table.array_ends == {PLACE.array: {PLACE.place}}
+    job_table.update(A, b"other" + bytes(11), view("done", outcome=DONE, array=other))
+    assert job_table.array_ends == {PLACE.array: {PLACE.place, 2}} and not job_table.ends
 
 
 def test_waiting_job_is_queued_once() -> None:

@@ -15,6 +15,7 @@ from mesh.checkpoints.witness_group import ANSWER_S, WitnessGroup
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Accept, Introduce, MakeRoom
 from mesh.consensus.participant import Participant
+from mesh.consensus.status import status_of
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.vouching import MOST_WAITING, REMEMBERED, Refused, Vouching
 from mesh.model.record import Attempt, Config, JobRecord
@@ -47,6 +48,7 @@ class Judge:
     """The part of `Authority` that needs keys: `lenders` may lend, and every spec is the job's."""
 
     lenders: frozenset[bytes] = frozenset({D})
+    proven: frozenset[bytes] = frozenset()  # witnesses, besides those of the first group
     ended = False  # the certificate of the job's submitter
     taken = 0  # witnesses by whose word the job was taken on
 
@@ -59,6 +61,9 @@ class Judge:
         return SPEC
 
     read_ended_spec = read_members_spec
+
+    def witnesses_by(self, record: WitnessRecord, spec: JobSpec) -> set[bytes]:
+        return {voter.node for voter in spec.witnesses} | self.proven
 
     def open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
         if self.ended:
@@ -85,7 +90,8 @@ class Node:
         self.group(0, (A, B, C))
         trust = TrustStore(found_mesh(Identity(b"1" * 32), "lab", "root", "ada", 1e9)[0])
         group = WitnessGroup(E, self.peers, participant, named_by_the_user)
-        self.vouching = Vouching(self.judges, trust, participant, group, self.peers, JobTable())
+        self.table = JobTable()
+        self.vouching = Vouching(self.judges, trust, participant, group, self.peers, self.table)
 
     def group(self, number: int, members: tuple[bytes, ...], holder: bytes = D, term: int = 4) -> None:
         record = JobRecord(attempts=(Attempt(0, holder, "", term, 0),))
@@ -267,6 +273,37 @@ async def test_node_joins_no_group_that_the_witnesses_do_not_know() -> None:
     node.peers.records[C] = node.peers.records[A]
     node.vouching._group._me = D
     assert await node.vouching.allows(D, msgspec.structs.replace(accept, config=joint.settled()))
+
+
+def needing(record: WitnessRecord, *numbers: int) -> WitnessRecord:
+    return msgspec.structs.replace(record, record=msgspec.structs.replace(record.record, needed=numbers))
+
+
+async def test_what_a_job_needs_is_what_its_present_witnesses_say() -> None:
+    node = Node()
+    assert await node.vouching.needed(JOB) == frozenset(), "nobody gives its description"
+    assert await node.judge()
+    for name, numbers in ((A, (6, 7)), (B, (5, 6)), (C, (2**30,))):
+        node.peers.records[name] = needing(node.peers.records[name], *numbers)
+    assert await node.vouching.needed(JOB) == {5, 6}
+    node.peers.records.clear()
+    assert await node.vouching.needed(JOB) == frozenset()
+
+
+async def test_later_witnesses_are_asked_while_most_of_the_first_are_lost() -> None:
+    node = Node()
+    assert await node.judge()
+    later = needing(node.peers.records[A], 7)
+    node.peers.records = {D: later}
+    status = status_of(JOB, make_witness((D, B)), None, "running", "", None)
+    false = status_of(JOB, make_witness((E,)), None, "running", "", None)
+    node.table.update(C, JOB, msgspec.structs.replace(false, rank=(0, 2**50, 0, 2)))
+    node.table.update(D, JOB, status)
+    assert await node.vouching.words(JOB) == [], "it does not prove that it is a witness"
+    node.judges.proven = {D}
+    assert await node.vouching.words(JOB) == [later]
+    node.peers.records = {D: msgspec.structs.replace(later, job=b"k" * 16)}
+    assert await node.vouching.words(JOB) == []
 
 
 async def test_only_the_leader_and_the_runner_seek_a_witness() -> None:
