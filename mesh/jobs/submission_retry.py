@@ -123,8 +123,7 @@ class SubmissionRetry:
             return
         await self._drop(submission)
         if submission.keeper:
-            with suppress(PeerError):
-                await self._peers.call(submission.keeper, "DELETE", _path(job), timeout_s=ASK_WITHIN_S)
+            await self._take_back(submission.keeper, job)
 
     # --- for others
 
@@ -205,8 +204,12 @@ class SubmissionRetry:
     async def _entrust(self, submission: PendingSubmission, whom: Sequence[tuple[NodeId, str]]) -> None:
         async with self._turns:
             found = await self._ask(submission, whom)
-        kept = self.pending.entrusted(submission.job, *found) if found is not None else None
-        if kept is not None:
+        if found is None:
+            return
+        kept = self.pending.entrusted(submission.job, *found)
+        if kept is None:  # withdrawn, or with its witnesses, while the keeper was asked
+            await self._take_back(found[0], submission.job)
+        else:
             await self._journal.save_pending_submission(kept.job, _encode(kept))
             self._note(kept.job, self.describe(kept.job))
 
@@ -219,9 +222,16 @@ class SubmissionRetry:
                 await self._peers.call(node, "PUT", _path(submission.job), submission.spec, timeout_s=ASK_WITHIN_S)
             except PeerError as error:
                 log.info("%s does not keep job %s: %s", short_id(node), format_job(submission.job)[:8], error)
+                if error.status is None and submission.submitter == self._me:  # it may keep the job all the same
+                    what = f"take back from {short_id(node)}"
+                    self._spawn(what, submission, self._take_back(node, submission.job))
                 continue
             return node, zone
         return None
+
+    async def _take_back(self, node: NodeId, job: bytes) -> None:
+        with suppress(PeerError):
+            await self._peers.call(node, "DELETE", _path(job), timeout_s=ASK_WITHIN_S)
 
     async def _keep(self, submission: PendingSubmission) -> PendingSubmission:
         await self._journal.save_pending_submission(submission.job, _encode(submission))

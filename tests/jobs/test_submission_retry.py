@@ -1,5 +1,6 @@
 """Submission retry: jobs kept for other nodes, refusals, restarts and withdrawal."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,7 +128,10 @@ async def test_submitter_entrusts_the_first_answering_node_and_withdraws_on_canc
     one, other = (node for node in mesh.hierarchy().zones[0].line if node in {D, E})
     mesh.deaf = {one}
     job, words = await keeper.submit(FRESH)
-    assert mesh.calls == [(one, "PUT"), (other, "PUT")]
+    await asyncio.gather(*keeper._busy.values())
+    assert sorted(mesh.calls) == sorted([(one, "PUT"), (one, "DELETE"), (other, "PUT")]), (
+        "the first one may have taken it"
+    )
     assert words == mesh.notes[-1] == keeper.describe(job) and f"node{other[0]}, " in words and "of zone north" in words
     (stored,) = await mesh.journal.pending_submissions()
     assert msgspec.msgpack.decode(stored)["keeper"] == other
@@ -137,6 +141,30 @@ async def test_submitter_entrusts_the_first_answering_node_and_withdraws_on_canc
         and keeper.describe(job) == ""
         and await mesh.journal.pending_submissions() == []
     )
+
+
+async def test_job_cancelled_while_a_keeper_is_asked_is_taken_back(mesh: Mesh) -> None:
+    keeper, answer = mesh.keeper(A), mesh.call
+
+    async def cancelled_meanwhile(node: bytes, method: str, *rest: Any, **named: Any) -> bytes:
+        if method == "PUT":
+            await keeper.withdraw(JOB)
+        return await answer(node, method, *rest, **named)
+
+    mesh.call = cancelled_meanwhile  # type: ignore[method-assign]
+    await keeper.submit(FRESH)
+    ((node, _), *after) = mesh.calls
+    assert after == [(node, "DELETE")] and not keeper.pending.any and await mesh.journal.pending_submissions() == []
+
+
+async def test_node_that_refuses_a_submission_is_not_asked_to_forget_it(mesh: Mesh) -> None:
+    async def refused(node: bytes, method: str, *rest: Any, **named: Any) -> bytes:
+        mesh.calls.append((node, method))
+        raise PeerError("it keeps enough", 503)
+
+    mesh.call = refused  # type: ignore[method-assign]
+    await mesh.keeper(A).submit(FRESH)
+    assert {method for _, method in mesh.calls} == {"PUT"}
 
 
 async def test_user_gets_a_report_when_no_node_keeps_the_submission(mesh: Mesh) -> None:
