@@ -43,7 +43,7 @@ LATER_ASKED = 8  # nodes asked whether they are later witnesses (own choice)
 SPEC_ASKED = 3  # nodes asked for a description, besides the one that brings the manifest (own choice)
 
 Asking = Start | Enlist | Accept | Introduce | MakeRoom  # what the cores cannot judge alone
-Writer = tuple[bytes, int, NodeId]  # job, term, signer
+Writer = tuple[bytes, int, NodeId, str]  # job, term, signer, user
 
 
 class Refused(RuntimeError):
@@ -79,7 +79,7 @@ class Vouching:
             if not may_keep_workdir(manifest, self._trust.credentials(signer, time.time())):
                 raise Refused("a working directory is signed by a node of its user, who may submit")
             return True
-        writer = (manifest.job, manifest.term, signer)
+        writer = (manifest.job, manifest.term, signer, manifest.user)
         if writer in self._writers:
             self._writers.keep(writer, None)
             return True

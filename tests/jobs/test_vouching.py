@@ -154,6 +154,15 @@ async def test_vouching_for_one_term_holds_for_no_other() -> None:
         await node.judge(signer=A)
 
 
+async def test_vouching_for_one_user_holds_for_no_other() -> None:
+    """The user's quota is charged for a manifest."""
+    node = Node()
+    assert await node.judge()
+    with pytest.raises(Refused, match="another user than its job"):
+        await node.judge(user="mallory")
+    assert await node.judge(seq=2)
+
+
 async def test_one_lying_witness_vouches_for_nobody() -> None:
     node = Node()
     liar = node.peers.records[A]
@@ -330,7 +339,7 @@ async def test_what_vouching_remembers_is_bounded() -> None:
     node = Node()
     node.peers.specs |= {D}
     for term in range(REMEMBERED + 10):
-        node.vouching._writers[(JOB, term, A)] = None
+        node.vouching._writers[(JOB, term, A, "ada")] = None
     assert await node.judge()
     assert len(node.vouching._writers) == REMEMBERED
 
@@ -339,9 +348,9 @@ async def test_judged_writers_are_kept_by_their_last_use() -> None:
     node = Node()
     assert await node.judge()
     for term in range(REMEMBERED - 1):
-        node.vouching._writers.keep((JOB, term, A), None)
+        node.vouching._writers.keep((JOB, term, A, "ada"), None)
     assert await node.judge(seq=2)
-    node.vouching._writers.keep((JOB, REMEMBERED, A), None)
+    node.vouching._writers.keep((JOB, REMEMBERED, A, "ada"), None)
     node.peers.calls.clear()
     assert await node.judge(seq=3) and not node.peers.calls
 
