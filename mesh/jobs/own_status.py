@@ -95,6 +95,8 @@ class OwnStatus:
             if status is None or status.outcome is not None:
                 self._event_log.forget(job)
                 self._noted_at.pop(job, None)
+            if status is None:
+                self._gossip.forget(job)
         runs, acts = job in self._participant.runners, self._leader_acts(job)
         if status is not None and overruled:
             self._gossip.publish(status)  # in place of the end

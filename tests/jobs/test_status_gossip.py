@@ -4,10 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from membership.records import MAX_BODY_BYTES
 from mesh.consensus.status import JobStatus, encode_status
 from mesh.jobs.job_table import OWN, JobTable
+from mesh.jobs.own_status import OwnStatus
 from mesh.jobs.status_gossip import RECOVERED, StatusGossip, speaks_for
 from mesh.model.record import Config
 from mesh.model.spec import format_job
@@ -125,3 +127,18 @@ def test_runner_that_is_alive_speaks_for_its_job() -> None:
     assert not speaks(running) and speaks(running, B, runs=True)
     assert speaks(running, alive=frozenset({A, C})) and not speaks(running, C, alive=frozenset({A, C}))
     assert speaks(view(), C, alive=frozenset({C})) and not speaks(view(), C)
+
+
+def test_status_of_a_job_that_has_left_this_node_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that only runs jobs kept the last status of each."""
+    world, runners = World(), dict[bytes, object]()
+    participant: Any = SimpleNamespace(witnesses={}, runners=runners, leaders={})
+    rest: Any = SimpleNamespace(last=SimpleNamespace(alive=frozenset()), forget=lambda job: None)
+    own = OwnStatus(A, participant, {}, rest, world.table, world.gossip, rest, rest, world.changed)
+    monkeypatch.setattr(own, "status", lambda job: view(job, rank=(0, 1, 0, 2)) if job in runners else None)
+    runners[JOB] = rest
+    own.publish(JOB)
+    assert len(world.published) == len(world.gossip._published) == 1
+    del runners[JOB]
+    own.publish(JOB)
+    assert world.table.own(JOB) is None and not world.gossip._published
