@@ -65,7 +65,8 @@ class MessageSender:
                 async with asyncio.timeout(IDLE_S):
                     await wake.wait()
             except TimeoutError:
-                return
+                if not queue:
+                    return  # else a message has come just now, whose `post` has found this task
             batch = next_batch(queue)
             if batch:
                 try:

@@ -1,6 +1,7 @@
 """Message sender: messages arrive in order and in batches, and callers never wait."""
 
 import asyncio
+from typing import Literal
 
 import msgspec
 
@@ -37,6 +38,31 @@ async def test_messages_arrive_in_order_in_few_calls() -> None:
     await message_sender.flush(5)
     assert [msgspec.msgpack.decode(data) for data in road.arrived[PEER]] == list(range(100))
     assert road.calls <= 100 // BATCH_LIMIT + 2
+    await message_sender.close()
+
+
+async def test_message_that_comes_as_the_task_of_an_idle_peer_ends_is_delivered() -> None:
+    road = Road()
+    message_sender = MessageSender(road.deliver)
+
+    class LateWake(asyncio.Event):
+        """A wake that comes when the wait for it has just timed out."""
+
+        late = False
+
+        async def wait(self) -> Literal[True]:
+            if not self.late and not message_sender._queues[PEER]:
+                self.late = True
+                message_sender.post(PEER, b"late")
+                raise TimeoutError
+            return await super().wait()
+
+    message_sender._wake[PEER] = LateWake()
+    message_sender.post(PEER, b"first")
+    async with asyncio.timeout(60):
+        while b"late" not in road.arrived[PEER]:
+            await asyncio.sleep(0)
+    assert road.arrived[PEER] == [b"first", b"late"]
     await message_sender.close()
 
 
