@@ -14,7 +14,7 @@ from placement.zones import Zone, zone_of
 LIFE_S = 86_400  # from the submission, then it is given up (own choice)
 RETRY_S = 5.0  # between tries while a majority of witnesses is visible (own choice)
 BLIND_RETRY_S = 30.0  # while none is: the view may be wrong (own choice)
-KEPT_FOR_OTHERS = 1024  # jobs that one node keeps for others (own choice)
+KEPT_FOR_OTHERS, KEPT_FOR_ONE = 1024, 256  # jobs that one node keeps for others, and for one other user (own choice)
 ASKED_IN_ZONE = 3  # nodes of the own zone asked before other zones (own choice)
 
 
@@ -30,6 +30,7 @@ class PendingSubmission(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     ends_unix_ms: int
     keeper: bytes = b""
     zone: str = ""
+    user: str = ""
 
 
 class HeldSubmissions(msgspec.Struct, frozen=True):
@@ -66,7 +67,8 @@ class Around(msgspec.Struct, frozen=True):
 
 def pending_submission(job: bytes, sealed: bytes, spec: JobSpec) -> PendingSubmission:
     nodes = tuple(voter.node for voter in spec.witnesses)
-    return PendingSubmission(job, sealed, spec.submitter, nodes, spec.created_unix_ms + LIFE_S * 1000)
+    ends_unix_ms = spec.created_unix_ms + LIFE_S * 1000
+    return PendingSubmission(job, sealed, spec.submitter, nodes, ends_unix_ms, user=spec.user)
 
 
 def line(
@@ -111,9 +113,9 @@ class PendingSubmissions:
         others = self.for_others
         return HeldSubmissions(len(others), tuple(submission.job for submission in others[:limit]))
 
-    @property
-    def full(self) -> bool:
-        return len(self.for_others) >= KEPT_FOR_OTHERS
+    def is_full_for(self, user: str) -> bool:
+        others = self.for_others
+        return len(others) >= KEPT_FOR_OTHERS or sum(one.user == user for one in others) >= KEPT_FOR_ONE
 
     def keep(self, submission: PendingSubmission) -> PendingSubmission:
         """Add a submission; an existing entry is kept."""

@@ -136,8 +136,8 @@ class SubmissionRetry:
         if time.time() * 1000 >= submission.ends_unix_ms:
             raise Refused("it was submitted too long ago")
         if self.pending.get(job) is None:
-            if self.pending.full:
-                raise Refused("this node keeps enough jobs for others")
+            if self.pending.is_full_for(submission.user):
+                raise Refused("this node keeps enough jobs for others, or for this user")
             await self._keep(submission)
             self._note(job, f"kept for {self._nick(sender)}, until a majority of its witnesses has it")
 

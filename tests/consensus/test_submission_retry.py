@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from mesh.consensus.submission_retry import (
     ASKED_IN_ZONE,
     BLIND_RETRY_S,
+    KEPT_FOR_ONE,
     KEPT_FOR_OTHERS,
     LIFE_S,
     RETRY_S,
@@ -123,9 +124,10 @@ def test_retry_ends_on_delivery_or_after_a_day() -> None:
 def test_node_keeps_a_bounded_number_of_submissions_each_once() -> None:
     pending = PendingSubmissions(D)
     for number in range(KEPT_FOR_OTHERS):
-        assert not pending.full
-        pending.keep(pending_submission(number.to_bytes(16, "big"), SPEC_BYTES, make_spec()))
-    assert pending.full
+        user = f"user {number // KEPT_FOR_ONE}"
+        assert not pending.is_full_for(user) and pending.is_full_for("user 0") == (number >= KEPT_FOR_ONE)
+        pending.keep(pending_submission(number.to_bytes(16, "big"), SPEC_BYTES, make_spec(user=user)))
+    assert pending.is_full_for("somebody else")
     mine = kept(A)
     mine.entrusted(JOB, D, "north")
     assert mine.keep(submission()).keeper == D, "keeping a submission twice preserves its state"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from membership.events import MemberView
-from mesh.consensus.submission_retry import KEPT_FOR_OTHERS, HeldSubmissions, pending_submission
+from mesh.consensus.submission_retry import KEPT_FOR_ONE, HeldSubmissions, pending_submission
 from mesh.jobs.submission_retry import SECTION, Refused, SubmissionRetry
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec, SpecError
@@ -105,7 +105,7 @@ async def test_keeper_refuses_forged_old_and_too_many_submissions(mesh: Mesh) ->
     with pytest.raises(Refused, match="too long ago"):
         await mesh.keeper(D, make_spec()).take(A, JOB, SPEC_BYTES)
     full = mesh.keeper(D)
-    for number in range(KEPT_FOR_OTHERS):
+    for number in range(KEPT_FOR_ONE):
         full.pending.keep(pending_submission(number.to_bytes(16, "big"), SPEC_BYTES, FRESH))
     with pytest.raises(Refused, match="enough"):
         await full.take(A, JOB, SPEC_BYTES)
