@@ -14,6 +14,7 @@ from mesh.consensus.runner import Runner
 from mesh.model.record import Commit
 from mesh.model.spec import JobSpec, format_job
 from mesh.rpc.client import PeerError
+from mesh.util.task_set import TaskSet
 
 IMAGE_S = 5.0  # between questions about the standby's image (own choice)
 AGAIN_S = 30.0  # after a failed copy: a full disk or a partition rarely ends sooner (own choice)
@@ -25,6 +26,7 @@ class StandbySync:
     def __init__(self, replicator: Replicator) -> None:
         self._replicator = replicator
         self._turn = asyncio.Semaphore()  # one copy at a time leaves the network to commits
+        self._tasks = TaskSet(log)
         self._copies: dict[bytes, tuple[NodeId, asyncio.Task[None]]] = {}
         self._checkpoints: dict[tuple[bytes, NodeId], bytes] = {}  # the newest manifest that a node is known to have
         self._workdirs: set[tuple[bytes, NodeId]] = set()
@@ -46,9 +48,7 @@ class StandbySync:
         if busy is not None or standby is None or commit is None or self.is_warm(job, spec, standby, commit):
             return
         if time.monotonic() >= self._not_before.get((job, standby), 0.0):
-            task = asyncio.create_task(
-                self._bring(job, spec, standby, commit), name=f"sync standby {format_job(job)[:8]}"
-            )
+            task = self._tasks.start(self._bring(job, spec, standby, commit), f"sync standby {format_job(job)[:8]}")
             self._copies[job] = (standby, task)
             task.add_done_callback(lambda ended: self._finished(job, ended))
 
@@ -84,10 +84,7 @@ class StandbySync:
         self._not_before = {key: until for key, until in self._not_before.items() if key[0] != job}
 
     async def close(self) -> None:
-        tasks = [task for _, task in self._copies.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _has_workdir(self, job: bytes, spec: JobSpec, node: NodeId) -> bool:
         return spec.workdir is None or node in spec.workdir_holders or (job, node) in self._workdirs
@@ -125,5 +122,3 @@ class StandbySync:
     def _finished(self, job: bytes, task: asyncio.Task[None]) -> None:
         if self._copies.get(job, (b"", None))[1] is task:
             del self._copies[job]
-        if not task.cancelled() and task.exception() is not None:
-            log.error("%s failed", task.get_name(), exc_info=task.exception())

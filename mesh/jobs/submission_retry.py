@@ -32,6 +32,7 @@ from mesh.jobs.service import JobService
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec, SpecError, format_job
 from mesh.rpc.client import PeerClient, PeerError
+from mesh.util.task_set import TaskSet
 
 SECTION, TTL_S, REPEAT_S = "submissions", 3600.0, 900.0
 JOBS_PUBLISHED = 64
@@ -63,7 +64,7 @@ class SubmissionRetry:
         self._me, self._membership, self._journal = me, membership, journal
         self._jobs, self._peers = jobs, peers
         self._open_spec, self._note = open_spec, note
-        self._busy: dict[tuple[str, bytes], asyncio.Task[None]] = {}
+        self._tasks, self._busy = TaskSet(log), set[tuple[str, bytes]]()
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._published: tuple[HeldSubmissions, float] = (HeldSubmissions(0, ()), 0.0)
         self._leaving = False
@@ -80,8 +81,7 @@ class SubmissionRetry:
                 self._look()
                 await asyncio.sleep(LOOK_S)
         finally:
-            for task in self._busy.values():
-                task.cancel()
+            await self._tasks.close()
 
     # --- for this node's user
 
@@ -257,14 +257,9 @@ class SubmissionRetry:
         if key in self._busy:
             work.close()
             return
-        task = asyncio.create_task(work, name=f"{what} {format_job(submission.job)[:8]}")
-        self._busy[key] = task
-        task.add_done_callback(lambda done: self._done(key, done))
-
-    def _done(self, key: tuple[str, bytes], task: asyncio.Task[None]) -> None:
-        self._busy.pop(key, None)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("%s failed", task.get_name(), exc_info=task.exception())
+        self._busy.add(key)
+        task = self._tasks.start(work, f"{what} {format_job(submission.job)[:8]}")
+        task.add_done_callback(lambda done: self._busy.discard(key))
 
     def _nick(self, node: NodeId) -> str:
         nicks = {member.node_id: member.nick for member in self._membership.members()}

@@ -206,11 +206,6 @@ class PacedBody(aiohttp.AsyncIterablePayload):
         super().__init__(value)  # type: ignore[arg-type]  # a socket takes memoryviews as well
         self._lane = lane
 
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        """Used by aiohttp before 3.12."""
-        self._lane.bind(getattr(writer, "transport", None))
-        await super().write(writer)
-
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         self._lane.bind(getattr(writer, "transport", None))
         await super().write_with_length(writer, content_length)

@@ -128,7 +128,7 @@ async def test_submitter_entrusts_the_first_answering_node_and_withdraws_on_canc
     one, other = (node for node in mesh.hierarchy().zones[0].line if node in {D, E})
     mesh.deaf = {one}
     job, words = await keeper.submit(FRESH)
-    await asyncio.gather(*keeper._busy.values())
+    await asyncio.gather(*keeper._tasks._tasks)
     assert sorted(mesh.calls) == sorted([(one, "PUT"), (one, "DELETE"), (other, "PUT")]), (
         "the first one may have taken it"
     )
