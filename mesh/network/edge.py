@@ -70,7 +70,7 @@ class Edge:
     def open(self) -> None:
         """Clean up after a killed run and get ready. Never fails: `state` reports what does not work."""
         with self._lock:
-            if left_at(self.directory) and not tc.missing():
+            if left_at(self.directory) and tc.is_installed():
                 self._sweep()
             if not self._wanted:
                 return
@@ -83,9 +83,8 @@ class Edge:
 
     def _load(self) -> tuple[str, str]:
         """Load the programs into the kernel. Return what is wrong and what to do about it; both empty on success."""
-        missing = tc.missing()
-        if missing:
-            return f"{missing} is not installed", "apt install iproute2 util-linux"
+        if not tc.is_installed():
+            return "tc is not installed", "apt install iproute2"
         lacking = lacking_privileges(Path("/proc/self/status").read_text(), bpf.is_mounted(self.directory))
         if lacking == ["CAP_SYS_ADMIN"]:
             place, who = self.directory, os.geteuid()
@@ -178,17 +177,6 @@ class Edge:
             except (EdgeError, OSError) as error:
                 self._tried(self.detach, interface)  # it may be half done
                 raise EdgeError(str(error)) from error
-
-    def attach_process(self, pid: int) -> list[str]:
-        """Attach the host's end of every veth pair in this process's network namespace (the first process of a container)."""
-        here = {link.ifindex: link for link in tc.links()}
-        found = []
-        for link in tc.links(pid):
-            near = here.get(link.link_index)
-            if near is not None and near.link_index == link.ifindex:
-                self.attach(near.ifname)
-                found.append(near.ifname)
-        return found
 
     def detach(self, interface: str) -> None:
         """Detach an interface. No error if it is not attached or gone."""
