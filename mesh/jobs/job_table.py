@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 from mesh.consensus.status import ArchivedJob, JobStatus, best_of
 from mesh.model.record import OutcomeKind
 from mesh.model.spec import ArrayPlace
+from mesh.util.remembered import Remembered
 from placement.advert import Advert
 from placement.preemption import RunningJob
 from placement.queue import Queue, Waiting, decayed
@@ -17,6 +18,7 @@ from placement.request import Request
 Source = bytes  # a node id; this node's own view has b""
 OWN: Source = b""
 DAY_S = 86_400
+ARRAYS_REMEMBERED = 1024  # for which no job waits here (own choice)
 
 
 class JobTable:
@@ -28,6 +30,7 @@ class JobTable:
         self._ends: dict[bytes, OutcomeKind] = {}
         self._array_ends: dict[bytes, set[int]] = {}
         self._awaited_arrays: Set[bytes] = frozenset()
+        self._said_places = Remembered[bytes, set[int]](ARRAYS_REMEMBERED)  # finished ones of other arrays
         self._archived: set[bytes] = set()
         self._used_before: Counter[tuple[str, int]] = Counter()  # of archived jobs, by user and day of the end
 
@@ -52,7 +55,8 @@ class JobTable:
         if view is not None and view.outcome is not None:
             if source == OWN:
                 self.end(job, view.outcome.kind, view.array)
-            self._count_place(view)
+            if view.array is not None:
+                self._count(view.array)
         if best.outcome is None and best.waiting is not None and best.waiting.job == job:
             self._waiting[job] = best.waiting
         return best.outcome is not None and (before is None or before.outcome is None)
@@ -73,12 +77,10 @@ class JobTable:
             self._array_ends.setdefault(array.array, set()).add(array.place)
 
     def await_arrays(self, arrays: Set[bytes]) -> None:
-        """Count the places of these arrays, too, that a status says are finished."""
-        new, self._awaited_arrays = arrays - self._awaited_arrays, arrays
-        if new:
-            for views in self._views.values():
-                for view in views.values():
-                    self._count_place(view)
+        """Count the places of these arrays, too, that a status has said to be finished."""
+        for array in arrays & self._said_places.keys():
+            self._array_ends.setdefault(array, set()).update(self._said_places.pop(array))
+        self._awaited_arrays = arrays
 
     def may_be_over(self, job: bytes) -> bool:
         """Tell whether a job may be over whose end is not known: a status says so, or there is none."""
@@ -173,9 +175,11 @@ class JobTable:
         if change is not None:
             change.set()
 
-    def _count_place(self, view: JobStatus) -> None:
-        if view.outcome is not None and view.array is not None and view.array.array in self._awaited_arrays:
-            self._array_ends.setdefault(view.array.array, set()).add(view.array.place)
+    def _count(self, place: ArrayPlace) -> None:
+        if place.array in self._awaited_arrays:
+            self._array_ends.setdefault(place.array, set()).add(place.place)
+        else:
+            self._said_places.keep(place.array, self._said_places.get(place.array, set()) | {place.place})
 
     def _forget(self, job: bytes) -> None:
         del self._views[job]

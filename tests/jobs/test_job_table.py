@@ -19,7 +19,7 @@ from mesh.consensus.status import (
     status_of,
 )
 from mesh.jobs import status_gossip
-from mesh.jobs.job_table import OWN, JobTable
+from mesh.jobs.job_table import ARRAYS_REMEMBERED, OWN, JobTable
 from mesh.jobs.status_gossip import COMMITS_S, NEWS_S, REPEAT_S, SAME_S, WAITS_PER_S, StatusGossip, speaks_for
 from mesh.model.record import Attempt, Commit, Outcome
 from mesh.model.spec import ArrayPlace
@@ -78,15 +78,26 @@ def test_end_that_this_node_knows_stays() -> None:
     assert job_table.ends == {JOB: "done"} and job_table.array_ends == {PLACE.array: {PLACE.place}}
 
 
-def test_places_of_awaited_arrays_alone_are_counted_by_statuses() -> None:
+def test_places_of_awaited_arrays_are_counted_by_statuses() -> None:
     job_table, other = JobTable(), msgspec.structs.replace(PLACE, place=2)
     job_table.update(A, JOB, view("done", outcome=DONE, array=PLACE))
+    job_table.update(A, JOB, None)
     job_table.update(A, b"other" + bytes(11), view("running", array=other))
     assert not job_table.array_ends
     job_table.await_arrays({PLACE.array})
     assert job_table.array_ends == {PLACE.array: {PLACE.place}}
     job_table.update(A, b"other" + bytes(11), view("done", outcome=DONE, array=other))
     assert job_table.array_ends == {PLACE.array: {PLACE.place, 2}} and not job_table.ends
+
+
+def test_arrays_that_statuses_invent_are_bounded() -> None:
+    job_table = JobTable()
+    job_table.await_arrays({PLACE.array})
+    for number in range(ARRAYS_REMEMBERED + 10):
+        invented = msgspec.structs.replace(PLACE, array=number.to_bytes(16, "big"))
+        job_table.update(A, JOB, view("done", outcome=DONE, array=invented if number else PLACE))
+    assert len(job_table._said_places) == ARRAYS_REMEMBERED
+    assert job_table.array_ends == {PLACE.array: {PLACE.place}} and not job_table.ends
 
 
 def test_waiting_job_is_queued_once() -> None:
