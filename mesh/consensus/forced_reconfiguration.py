@@ -18,7 +18,7 @@ from mesh.consensus.view import Instant, View
 from mesh.model.record import Config, JobRecord, Number, Voter
 
 LEAP = 1 << 20  # more terms and group changes than the lost witnesses can have had among themselves
-TIES = 1 << 24  # recoveries that start from equal numbers differ in so many ways; 2^63 leaves room for 500,000 of them
+TIES = 1 << 24  # recoveries that start from equal numbers differ in so many ways; 2^53 leaves room for 500 of them
 RECORD_LOST = "its record was lost"
 
 
