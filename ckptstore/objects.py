@@ -87,6 +87,7 @@ class ObjectStore(ObjectReader):
         packs, self.tmp, self.quarantine = root / "packs", root / "tmp", root / "quarantine"
         self.lock, self.keeping = threading.Lock(), threading.Lock()
         self.receiving = set[PackWriter]()  # packs that come from peers
+        self.published = 0  # packs, since this was opened
         with self.disk_errors():
             for directory in (packs, self.tmp, self.quarantine):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -205,6 +206,7 @@ class ObjectStore(ObjectReader):
             raise
         if writer.locations:
             self.index.add(writer.name, writer.locations, writer.foreign)
+            self.published += 1
 
     # --- quotas and errors
 
@@ -227,10 +229,10 @@ class ObjectStore(ObjectReader):
                 size += (self.packs / f"{name}.pack").stat().st_size
         return size
 
-    def remaining_quota(self) -> int | None:
-        """Return the bytes that peers may still store here for other users; None if there is no quota."""
+    def remaining_quota(self, foreign: bool = True) -> int | None:
+        """Return the bytes that may still be stored here, by peers for other users if `foreign`; None if there is no quota."""
         limits = [] if self.quota_bytes is None else [self.quota_bytes - self.stored_bytes()]
-        if self.foreign_quota_bytes is not None:
+        if foreign and self.foreign_quota_bytes is not None:
             limits.append(self.foreign_quota_bytes - self.foreign_bytes())
         return max(0, min(limits)) if limits else None
 

@@ -18,7 +18,6 @@ from ckptstore.pack import (
     open_chunk,
 )
 
-CHECK_BYTES = 16 << 20  # between two looks at the quotas (own choice)
 MOST_OBJECTS = 2 * MAX_IDS  # of a stream: the chunks of a message, each with a base
 
 
@@ -35,7 +34,7 @@ class Receiver:
         self._held: set[str] = set()
         self._lock = threading.Lock()
         self._ended = False
-        self._checked = 0  # bytes written when the quotas were looked at
+        self._room: tuple[int, int | None] = (-1, None)  # of the quotas, after so many packs were published
         self._writer = PackWriter(store.tmp, store.packs, foreign)
         store.receiving.add(self._writer)
         self.arrived: set[bytes] = set()  # complete chunks, including those that the store had already
@@ -61,10 +60,16 @@ class Receiver:
                 count += 1
                 if len(self.arrived) > MOST_OBJECTS:
                     raise CorruptChunk(f"the peer sends more than {MOST_OBJECTS} chunks")
-            if self._writer.bytes_written - self._checked > CHECK_BYTES:
-                self._checked = self._writer.bytes_written
-                self._store.check_quota(self._store.received_bytes(self._writer.foreign), self._writer.foreign)
+            self._check_room(self._writer.foreign)
         return count
+
+    def _check_room(self, foreign: bool) -> None:
+        """Raise QuotaExceeded if what comes in at the same time exceeds a quota. Summing up all packs takes milliseconds."""
+        if self._room[0] != self._store.published:
+            self._room = self._store.published, self._store.remaining_quota(foreign)
+        received, room = self._store.received_bytes(foreign), self._room[1]
+        if room is not None and received > room:
+            self._store.check_quota(received, foreign)
 
     def finish(self) -> int:
         """Make the chunks durable; return the number of new ones. CorruptChunk if the stream ended inside a chunk."""
