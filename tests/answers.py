@@ -1,7 +1,7 @@
 """Answers of the API for tests, from the few fields that a test is about."""
 
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -17,6 +17,8 @@ def _filled(hint: Any, value: Any) -> Any:
     match get_origin(hint), get_args(hint):
         case (origin, kinds) if origin in {Union, UnionType}:
             return value if value is None else _filled(next(one for one in kinds if one is not NoneType), value)
+        case (origin, (kind, *_)) if origin is Annotated:
+            return _filled(kind, value)
         case (origin, (kind, *_)) if origin is list:
             return [_filled(kind, one) for one in value]
     if not (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
@@ -31,6 +33,8 @@ def _neutral(hint: Any) -> Any:
     match get_origin(hint):
         case origin if origin in {Union, UnionType}:
             return None if NoneType in kinds else _neutral(kinds[0])
+        case origin if origin is Annotated:
+            return _neutral(kinds[0])
         case origin if origin is Literal:
             return kinds[0]
         case origin if origin is tuple:

@@ -78,9 +78,9 @@ def read(state: StackNode | Path | None, *arguments: str) -> Any:
 
 
 def start(state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT) -> subprocess.Popen[str]:
-    """Start a command in the background. It receives Ctrl-C even if the test run ignores SIGINT (`nohup`, `&`)."""
+    """Start a command in the background. It receives Ctrl-C and hangups even if the test run ignores them (`nohup`, `&`)."""
     return subprocess.Popen(
-        ["env", "--default-signal=INT", *command(state, *arguments)],
+        ["env", "--default-signal=INT,HUP", *command(state, *arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -161,10 +161,15 @@ async def test_guest_inherits_no_descriptors(bench: Bench) -> None:
 
 
 async def test_no_signal_is_ignored(bench: Bench) -> None:
+    def ignored(said: str) -> list[signal.Signals]:
+        """Return them, without those of the C library's own (32 and 33), which posix_spawn(3) ignores."""
+        mask = int(said.split()[1], 16)
+        return [number for number in signal.Signals if mask >> (number - 1) & 1]
+
     guest = await bench.shell(f"grep SigIgn /proc/self/status; echo ready; {LOOP}")
     await bench.until_logged("ready")
-    assert bench.log.split() == ["SigIgn:", "0" * 16, "ready"]
-    assert (await said_in_session(guest, "grep SigIgn /proc/self/status")).split() == ["SigIgn:", "0" * 16]
+    assert ignored(bench.log) == []
+    assert ignored(await said_in_session(guest, "grep SigIgn /proc/self/status")) == []
 
 
 async def test_crash_leaves_no_core_file(bench: Bench) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from ckptstore.errors import DiskFull
 from membership.identity import Identity
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import FetchError
+from mesh.checkpoints.replicator import FetchError, Replicator
 from mesh.consensus.effects import Kill, RunUntil, SaveCheckpoint, SaveResult
 from mesh.consensus.effects import Launch as LaunchGuest
 from mesh.consensus.reports import (
@@ -98,6 +99,7 @@ class Place:
             return None
 
         replicator: Any = SimpleNamespace(bandwidth=SimpleNamespace(mean_bps=lambda holders: None), fetch=nothing)
+        replicator.mended = partial(Replicator.mended, replicator)
 
         made = make_spec(**{"argv": ("sleep", "600"), "checkpointing": None, **spec})
         self.attempt = Attempt(
