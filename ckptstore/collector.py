@@ -38,7 +38,7 @@ def collect(
     """
     packs = removed = 0
     sync_directory(manifests)  # else a crash could bring back a manifest whose packs are removed
-    sparse = list[tuple[Path, os.stat_result, dict[bytes, Location]]]()
+    sparse = list[tuple[Path, os.stat_result, dict[bytes, Location], int]]()
     for path in [path for path in store.packs.glob("*.pack") if only is None or path.stem in only]:
         with contextlib.suppress(FileNotFoundError):  # another collection, or `verify`, was faster: here and below
             before = path.stat()
@@ -48,13 +48,12 @@ def collect(
             if now_unix - before.st_mtime < min_age_s or live_bytes > before.st_size * REPACK_BELOW:
                 continue
             if live:
-                sparse.append((path, before, live))
+                sparse.append((path, before, live, live_bytes))
             elif _remove(store, path, before):
                 packs, removed = packs + 1, removed + before.st_size
-    for path, before, live in sparse:  # last, since a rewritten pack needs room first
+    for path, before, live, live_bytes in sparse:  # last, since a rewritten pack needs room first
         with contextlib.suppress(FileNotFoundError, CorruptChunk, MissingChunks):  # `verify` handles damaged packs
             if _rewrite(store, path, live, before):
-                live_bytes = sum(where.length for where in live.values())
                 packs, removed = packs + 1, removed + before.st_size - live_bytes
     return CollectReport(packs, removed)
 

@@ -308,7 +308,7 @@ class Replicator:
                 raise FetchError(problem, unsure)
             await asyncio.to_thread(self._store.accept_manifest, sealed, "ignore")
 
-    async def mended(self, manifest: bytes, fetch: Callable[[], Awaitable[None]], read: Callable[[], T]) -> T:
+    async def mended(self, manifest: bytes, fetch: Callable[[], Awaitable[object]], read: Callable[[], T]) -> T:
         """Return what `read` returns; if it finds a chunk of the checkpoint damaged here, `fetch` that first."""
         try:
             return await asyncio.to_thread(read)

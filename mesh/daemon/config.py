@@ -151,6 +151,7 @@ def _kind(hint: object) -> str:
 
 def check_settings(values: Mapping[str, object], path: Path) -> Settings:
     """Return the checked settings of `path`; ConfigError names the key that is wrong."""
+    from mesh.model.bounds import MAX_GRACE_S, MAX_LEASE_S, MIN_LEASE_S
     from mesh.model.destinations import DestinationError, destinations
 
     try:
@@ -184,8 +185,6 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
     ]:
         if quota is not None and not 0 <= quota < 2**30:
             raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
-    from mesh.model.spec import MAX_GRACE_S, MAX_LEASE_S, MIN_LEASE_S
-
     for label, seconds, least, most in [
         ("lease_s", settings.lease_s, MIN_LEASE_S, MAX_LEASE_S),
         ("grace_s", settings.grace_s, 0, MAX_GRACE_S),

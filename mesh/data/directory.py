@@ -150,9 +150,8 @@ class DataDirectory:
                 continue
             if newest is None or (self.known[newest].number, newest) < (held.number, held.id):
                 unknown.setdefault(held.id, []).append(node)
-        some = random.sample(
-            list(unknown.items()), min(LEARNED, len(unknown))
-        )  # false claims must not keep true ones waiting
+        # At random, so that false claims do not keep true ones waiting.
+        some = random.sample(list(unknown.items()), min(LEARNED, len(unknown)))
         await asyncio.gather(*(self._ask_manifest(identity, nodes) for identity, nodes in some))
 
     async def _ask_manifest(self, identity: bytes, nodes: Sequence[NodeId]) -> None:

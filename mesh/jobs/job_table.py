@@ -179,7 +179,9 @@ class JobTable:
         if place.array in self._awaited_arrays:
             self._array_ends.setdefault(place.array, set()).add(place.place)
         else:
-            self._said_places.keep(place.array, self._said_places.get(place.array, set()) | {place.place})
+            places = self._said_places.get(place.array, set())
+            places.add(place.place)
+            self._said_places.keep(place.array, places)
 
     def _forget(self, job: bytes) -> None:
         del self._views[job]

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from membership.malformed import MALFORMED
+from mesh.model.bounds import MAX_GRACE_S, MAX_LEASE_S, MIN_LEASE_S
 from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import EnvironmentRefused, UvProject, check_project
 from mesh.model.record import Attempt, Commit, Voter, avoided, shunned
@@ -337,8 +338,6 @@ MAX_TIME_S = 365 * 86_400.0
 MAX_DATA = 16
 DATA_NAME = re.compile(r"(?:[A-Za-z0-9_.@+-]{1,64}/)?[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 DATA_PATH = re.compile(r"/data(?:/[A-Za-z0-9_][A-Za-z0-9._-]{0,63}){1,8}")
-MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
-MAX_GRACE_S = 86_400
 
 
 def check_spec(spec: JobSpec) -> None:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -233,10 +234,8 @@ class JobLookup:
 
         Its code is that of wrong usage if `target` cannot be written.
         """
-        cipher = await self.fetch(status, manifest, holders)
-
-        async def fetch() -> None:
-            await self.fetch(status, manifest, holders)
+        fetch = partial(self.fetch, status, manifest, holders)
+        cipher = await fetch()
 
         def write() -> RestoreReport:
             room = free_bytes(target)

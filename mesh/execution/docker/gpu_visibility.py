@@ -9,8 +9,8 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
-import msgspec
 
+from membership.malformed import MALFORMED
 from mesh.execution.docker.socket import EngineSocket
 
 PROBE = ("nvidia-smi", "-L")  # added to the container by the toolkit's capability `utility`
@@ -30,7 +30,7 @@ async def look(engine: EngineSocket, container: str, pid: int, uuids: tuple[str,
     try:
         async with asyncio.timeout(PROBE_S):
             code, told = await engine.execute(container, PROBE, PATH)
-    except (TimeoutError, OSError, aiohttp.ClientError, msgspec.MsgspecError):
+    except (TimeoutError, OSError, aiohttp.ClientError, *MALFORMED):
         return ""
     if code in CANNOT_RUN:
         seen = await asyncio.to_thread(_device_files, pid)
