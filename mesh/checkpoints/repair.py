@@ -5,7 +5,7 @@ its disk (`repair_plan.py` decides).
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Set
 
 from ckptstore.errors import StoreError
 from ckptstore.store import Store
@@ -42,8 +42,14 @@ class Repair:
         self._look_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def look(self, statuses: Collection[JobStatus], staying: Set[NodeId], runs_here: Collection[bytes]) -> None:
-        """Start to repair what lacks holders, one at a time. Call it now and then."""
+    def look(
+        self,
+        statuses: Iterable[JobStatus],
+        views: Iterable[JobStatus],
+        staying: Set[NodeId],
+        runs_here: Collection[bytes],
+    ) -> None:
+        """Start to repair what lacks holders, one at a time. Call it now and then. `views`: all that nodes say of jobs."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -52,7 +58,7 @@ class Repair:
             if self._task is None or self._task.done():
                 name = f"repair {format_job(shortage.job)[:8]}"
                 self._task = asyncio.create_task(self._repair(shortage), name=name)
-        for job, found in self._plan.unsure(statuses, now):
+        for job, found in self._plan.unsure(views, now):
             if self._task is None or self._task.done():
                 name = f"bring back {format_job(job)[:8]}"
                 self._task = asyncio.create_task(self._bring_back(job, found), name=name)

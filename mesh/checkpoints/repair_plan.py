@@ -98,12 +98,14 @@ class RepairPlan:
         self._more[shortage.manifest] = (*self._more.get(shortage.manifest, ()), *holders)
         return tuple(node for node in (*shortage.there, *holders) if node != self._me)
 
-    def unsure(self, statuses: Iterable[JobStatus], now: float) -> list[tuple[bytes, Kept]]:
-        """Return what jobs that are not over rely on this node to have, each once until it is known whether it is here."""
-        relied = [(status.job, kept(status)) for status in statuses if status.outcome is None]
-        mine = [(job, found) for job, found in relied if found is not None and self._me in found.nodes]
-        self._check_at = {found.manifest: self._check_at.get(found.manifest, now) for _, found in mine}
-        return [(job, found) for job, found in mine if self._check_at[found.manifest] <= now]
+    def unsure(self, views: Iterable[JobStatus], now: float) -> list[tuple[bytes, Kept]]:
+        """Return what jobs that are not over rely on this node to have, as any view of them says, each once until it is known
+        whether it is here.
+        """
+        relied = [(view.job, kept(view)) for view in views if view.outcome is None]
+        mine = {found.manifest: (job, found) for job, found in relied if found is not None and self._me in found.nodes}
+        self._check_at = {manifest: self._check_at.get(manifest, now) for manifest in mine}
+        return [one for manifest, one in mine.items() if self._check_at[manifest] <= now]
 
     def checked(self, found: Kept, here: bool, now: float) -> None:
         """Record whether it is here now; if not, it is tried again later."""

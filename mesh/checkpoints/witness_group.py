@@ -6,8 +6,10 @@ group that the job's user has named after most of the one before was lost.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import cast
 
+from membership.identity import NodeId
 from membership.malformed import MALFORMED
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.participant import Participant
@@ -17,6 +19,62 @@ from mesh.rpc.client import PeerClient, PeerError
 ANSWER_S = 3.0
 LATE_S = 0.3  # for the rest, once a majority has answered: a stopped node never does (own choice)
 GROUPS_FOLLOWED = 32  # groups followed from the one that replaced the known one (own choice)
+
+Records = Mapping[NodeId, WitnessRecord]
+Present = tuple[Config, list[WitnessRecord]]
+
+
+def follow_groups(
+    known: Config, recovered: Callable[[WitnessRecord], Config | None]
+) -> Generator[Config, Records, Present | None]:
+    """Find the present group from a known one. Yield each group to ask, and be sent the records of those who answer.
+
+    Return the present group and the records of a majority of it; None without one. `recovered`: see `WitnessGroup`.
+    """
+    config = known
+    for _ in range(GROUPS_FOLLOWED):
+        records = yield config
+        named = [group for group in map(recovered, records.values()) if group is not None]
+        newer = max((config, *_known_by_most(config, records), *named), key=lambda group: group.order)
+        if newer.order > config.order:
+            config = newer
+        elif 2 * len(records) > len(config.nodes):
+            return config, list(records.values())
+        else:
+            return None
+    return None
+
+
+def _known_by_most(config: Config, records: Records) -> Iterator[Config]:
+    """Yield the newest group that a majority of these witnesses knows; during a change, of the old and of the new ones.
+
+    Either may replace a group that is not in force: the old ones if they never agreed to it, the new ones later.
+    """
+    for part in filter(None, (config.members, config.previous)):
+        nodes = {voter.node for voter in part}
+        groups = sorted((records[node].config for node in nodes & records.keys()), key=lambda group: group.order)
+        most = len(nodes) // 2 + 1
+        if len(groups) >= most:
+            yield groups[-most]
+
+
+def is_outdated(present: Present) -> bool:
+    """Tell whether a witness knows a later group: then most of those that agreed to it may have lost their disks since."""
+    config, records = present
+    return any(record.config.order > config.order for record in records)
+
+
+def later_group(proven: Records, least: int) -> list[WitnessRecord]:
+    """Return the records of the latest group that these name, if most of it knows it; none if it has fewer than `least` nodes.
+
+    All are of nodes that proved to be witnesses. One former witness can have a group accepted alone that it made up, but not two
+    nodes of it that say the same.
+    """
+    latest = max((record.config for record in proven.values()), key=lambda group: group.order, default=None)
+    if latest is None or len(latest.members) < least:
+        return []
+    records = [proven[node] for node in latest.nodes if node in proven and proven[node].config == latest]
+    return records if 2 * len(records) > len(latest.nodes) else []
 
 
 class WitnessGroup:
@@ -31,33 +89,23 @@ class WitnessGroup:
     ) -> None:
         self._me, self._peers, self._participant, self._recovered = me, peers, participant, recovered
 
-    async def present(self, job: bytes, known: Config) -> tuple[Config, list[WitnessRecord]] | None:
+    async def present(self, job: bytes, known: Config) -> Present | None:
         """Return the present group and the records of a majority of it, starting at a known group; None without one."""
-        config = known
-        for _ in range(GROUPS_FOLLOWED):
-            records = await self._records(job, config)
-            named = [
-                group for group in map(self._recovered, records) if group is not None and group.order > config.order
-            ]
-            if named:
-                config = max(named, key=lambda group: group.order)
-                continue
-            if 2 * len(records) <= len(config.nodes):
-                return None
-            # The newest group that a majority of this one knows.
-            newer = sorted((one.config for one in records), key=lambda one: one.order)[-(len(config.nodes) // 2 + 1)]
-            if newer.order <= config.order:
-                return config, records
-            config = newer
-        return None
+        walk = follow_groups(known, self._recovered)
+        try:
+            config = next(walk)
+            while True:
+                config = walk.send(await self._records(job, config))
+        except StopIteration as end:
+            return cast(Present | None, end.value)
 
-    async def _records(self, job: bytes, config: Config) -> list[WitnessRecord]:
+    async def _records(self, job: bytes, config: Config) -> Records:
         """Ask a group; once a majority has answered, the others are waited for a moment only."""
         own = self._participant.witnesses.get(job)
-        records = [own.witness_record] if own is not None and self._me in config.nodes else []
+        records = {self._me: own.witness_record} if own is not None and self._me in config.nodes else {}
         path = f"/v1/jobs/{job.hex()}/witness-record"
         waiting = {
-            asyncio.create_task(self._peers.call(node, "GET", path, timeout_s=ANSWER_S), name="ask a witness")
+            asyncio.create_task(self._peers.call(node, "GET", path, timeout_s=ANSWER_S), name="ask a witness"): node
             for node in config.nodes
             if node != self._me
         }
@@ -65,8 +113,9 @@ class WitnessGroup:
             while waiting:
                 enough = 2 * len(records) > len(config.nodes)
                 timeout_s = LATE_S if enough else None
-                done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                records += [record for record in (_decoded(job, task) for task in done) if record is not None]
+                done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                answers = {waiting.pop(task): _decoded(job, task) for task in done}
+                records |= {node: record for node, record in answers.items() if record is not None}
                 if enough and not done:
                     break
         finally:

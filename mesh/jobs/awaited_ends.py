@@ -7,20 +7,43 @@ places of an array are counted by statuses: a false one starts a job of it too e
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 
 from membership.identity import NodeId
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.leader import Leader
 from mesh.consensus.participant import Participant
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.own_status import leader_acts
 from mesh.jobs.vouching import Vouching
+from mesh.model.record import OutcomeKind
 from mesh.model.spec import format_job
 from mesh.util.task_set import TaskSet
 
 AGAIN_S = 5.0  # after no witness has confirmed an end (own choice)
 
 log = logging.getLogger(__name__)
+
+
+def may_have_ended(leaders: Iterable[Leader], job_table: JobTable) -> dict[bytes, NodeId]:
+    """Return the jobs that may be over after which jobs of these leaders come, each with the submitter of one that waits for it.
+
+    The table counts the places of the arrays whose limit these leaders keep.
+    """
+    leading = [leader for leader in leaders if not leader.witness.finished]
+    job_table.await_arrays(
+        {leader.spec.array.array for leader in leading if leader.spec.array and leader.spec.array.limit}
+    )
+    waiting = [leader.spec for leader in leading if leader.spec.after and leader_acts(leader)]
+    return {job: spec.submitter for spec in waiting for job in spec.after if job_table.may_be_over(job)}
+
+
+def stated_end(records: Collection[WitnessRecord]) -> OutcomeKind | None:
+    """Return how a job has ended, if most of these witnesses state that it has and how; None otherwise."""
+    ends = Counter(record.record.outcome.kind for record in records if record.final and record.record.outcome)
+    kind, count = ends.most_common(1)[0] if ends else (None, 0)
+    return kind if 2 * count > len(records) else None
 
 
 class AwaitedEnds:
@@ -36,11 +59,7 @@ class AwaitedEnds:
 
     def look(self) -> None:
         """Ask about the awaited jobs that may be over. Call it now and then."""
-        leaders = [leader for leader in self._participant.leaders.values() if not leader.witness.finished]
-        arrays = {leader.spec.array.array for leader in leaders if leader.spec.array and leader.spec.array.limit}
-        self._job_table.await_arrays(arrays)
-        waiting = [leader.spec for leader in leaders if leader.spec.after and leader_acts(leader)]
-        after = {job: spec.submitter for spec in waiting for job in spec.after if self._job_table.may_be_over(job)}
+        after = may_have_ended(self._participant.leaders.values(), self._job_table)
         now = time.monotonic()
         self._not_before = {job: self._not_before.get(job, 0.0) for job in after}
         for job, submitter in after.items():
@@ -58,7 +77,7 @@ class AwaitedEnds:
             records = await self._vouching.words(job)
         finally:
             self._not_before[job] = time.monotonic() + AGAIN_S
-        ends = Counter(record.record.outcome.kind for record in records if record.final and record.record.outcome)
-        if spec is not None and ends:
-            self._job_table.end(job, ends.most_common(1)[0][0], spec.array)
+        kind = stated_end(records)
+        if spec is not None and kind is not None:
+            self._job_table.end(job, kind, spec.array)
             self._learned()

@@ -97,9 +97,19 @@ class JobTable:
     def all(self) -> dict[bytes, JobStatus]:
         return dict(self._best)
 
+    def by_own_view(self, mine: Collection[bytes]) -> dict[bytes, JobStatus]:
+        """Return the status of each job, as this node itself sees those in `mine`: what others publish of them may be false."""
+        own = {job: self.own(job) for job in mine}
+        return self._best | {job: view for job, view in own.items() if view is not None}
+
     def views(self) -> dict[bytes, list[JobStatus]]:
         """Return what this and other nodes say of each job."""
         return {job: list(views.values()) for job, views in self._views.items()}
+
+    def every_view(self) -> Iterator[JobStatus]:
+        """Yield what this and other nodes say of jobs, one view after the other."""
+        for views in self._views.values():
+            yield from views.values()
 
     def views_of(self, job: bytes) -> list[JobStatus]:
         """Return what this and other nodes say of a job."""

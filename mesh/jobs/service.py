@@ -356,7 +356,8 @@ class JobService:
                 self.own_status.publish(job)
             guests = [self.attempts[job] for job in runners if job in self.attempts]
             await self._save_schedules.look(guests, instant().now, self.replicator.budget_bps)
-            self._repair.look(self.job_table.all().values(), self.mesh_view.last.staying, set(runners))
+            statuses = self.job_table.by_own_view(runners).values()
+            self._repair.look(statuses, self.job_table.every_view(), self.mesh_view.last.staying, set(runners))
             self._awaited_ends.look()
             if self.job_table.waiting:
                 self.views_changed()

@@ -7,7 +7,8 @@ cannot be asked, nobody is vouched for: a store keeps what a provider brings and
 import asyncio
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, zip_longest
 
 from ckptstore.manifest import Manifest
@@ -15,7 +16,7 @@ from membership.identity import NodeId
 from membership.malformed import MALFORMED
 from membership.trust import TrustStore
 from mesh.checkpoints.pruning import needed_by_all
-from mesh.checkpoints.witness_group import WitnessGroup
+from mesh.checkpoints.witness_group import Present, WitnessGroup, is_outdated, later_group
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.messages import Accept, Enlist, Introduce, MakeRoom, Start
 from mesh.consensus.participant import Participant
@@ -140,7 +141,7 @@ class Vouching:
 
     # --- the witnesses
 
-    async def _present(self, job: bytes, spec: JobSpec) -> tuple[Config, Sequence[WitnessRecord]] | None:
+    async def _present(self, job: bytes, spec: JobSpec) -> Present | None:
         """Ask the present witnesses, from a group that this node has found before, the first one, or its own."""
         witness = self._participant.witnesses.get(job)
         known = self._groups.get(job, Config(number=0, term=0, members=spec.witnesses))
@@ -158,23 +159,27 @@ class Vouching:
             return ()
         async with self._turns:
             present = await self._present(job, spec)
-            return present[1] if present is not None else await self._proven(job, spec)
+            if present is not None and not is_outdated(present):
+                return present[1]
+            records = present[1] if present is not None else ()
+            nodes = (*(node for record in records for node in record.config.nodes), *self._named(job))
+            proven = await self._proven(job, spec, tuple(dict.fromkeys(nodes))[:LATER_ASKED])
+            return list(proven.values()) if present is None else later_group(proven, len(spec.witnesses)) or records
 
-    async def _proven(self, job: bytes, spec: JobSpec) -> list[WitnessRecord]:
-        """Return the records of later witnesses, which statuses name, while most of the first ones are lost.
+    async def _proven(self, job: bytes, spec: JobSpec, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:
+        """Return the records of those of these nodes that are witnesses, as the warrants in each show.
 
-        Each shows by warrants how its group came from the first one.
+        They lead from the first group to that of the record.
         """
-        records = []
-        for node in self._named(job)[:LATER_ASKED]:
-            try:
-                sealed = await self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/witness-record", timeout_s=ANSWER_S)
-                record = decode_witness_record(sealed)
-            except (PeerError, *MALFORMED):
-                continue
-            if record.job == job and node in self._authority.witnesses_by(record, spec):
-                records.append(record)
-        return records
+        path = f"/v1/jobs/{job.hex()}/witness-record"
+        calls = [self._peers.call(node, "GET", path, timeout_s=ANSWER_S) for node in nodes]
+        answers = dict(zip(nodes, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        records = {node: _record(answer) for node, answer in answers.items()}
+        return {
+            node: record
+            for node, record in records.items()
+            if record is not None and record.job == job and node in self._authority.witnesses_by(record, spec)
+        }
 
     def _named(self, job: bytes) -> list[NodeId]:
         """Return the witnesses that statuses of a job name, one of each status in turn: some statuses may be false."""
@@ -227,3 +232,10 @@ class Vouching:
             except (PeerError, SpecError):
                 continue
         raise Refused("this node cannot get the job's description")
+
+
+def _record(answer: bytes | BaseException) -> WitnessRecord | None:
+    if isinstance(answer, bytes):
+        with suppress(*MALFORMED):
+            return decode_witness_record(answer)
+    return None

@@ -104,6 +104,7 @@ JOB_INCIDENTS = (
 )
 STORE_INCIDENTS = ("full store", "small quota")
 CLOCK_INCIDENTS = ("pause",)
+GOSSIP_INCIDENTS = ("rumour",)
 
 
 def draw_job_faults(seed: int, minutes: float) -> FaultPlan:
@@ -114,6 +115,7 @@ def draw_job_faults(seed: int, minutes: float) -> FaultPlan:
     incidents += [incident for incident in CLOCK_INCIDENTS if Random(f"clock/{seed}").random() < 0.5]
     disk = Random(f"disk/{seed}")
     incidents += [incident for incident in journal_faults.INCIDENTS if disk.random() < 0.5]
+    incidents += [incident for incident in GOSSIP_INCIDENTS if Random(f"gossip/{seed}").random() < 0.5]
     every_s = rng.uniform(4.0, 30.0)
     if rng.random() < 0.15:
         faults = msgspec.structs.replace(faults, loss=rng.uniform(0.2, 0.4), duplicate=rng.uniform(0.2, 0.5))

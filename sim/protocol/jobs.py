@@ -75,12 +75,14 @@ from mesh.consensus.reports import (
     VacateWanted,
 )
 from mesh.consensus.runner import Runner
+from mesh.consensus.status import encode_status
 from mesh.consensus.view import Instant, Timer, View
 from mesh.consensus.witness import Witness
 from mesh.jobs.authority import Authority
 from mesh.jobs.mesh_view import with_jobs
 from mesh.jobs.status_gossip import RECOVERED
-from mesh.model.record import FIRST_TERM, SHUNNED_S, Attempt, Commit, Config, JobRecord, Outcome, Voter
+from mesh.jobs.status_gossip import TTL_S as STATUS_TTL_S
+from mesh.model.record import FIRST_TERM, SHUNNED_S, Attempt, Commit, Config, JobRecord, Outcome, OutcomeKind, Voter
 from mesh.model.spec import (
     JOB_ID_BYTES,
     ArrayPlace,
@@ -89,6 +91,7 @@ from mesh.model.spec import (
     JobSpec,
     SpecError,
     encode_spec,
+    format_job,
     job_id,
 )
 from placement.advert import Advert, AdvertError, decode_advert, encode_advert
@@ -104,6 +107,7 @@ from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.journal_faults import STARTS_AGAIN_S, JournalFaults
 from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
 from sim.protocol.memory_store import MemoryStore
+from sim.protocol.status_board import SECTION as STATUSES
 from sim.protocol.upkeep import KeepingNode
 from sim.protocol.worker import Input, Worker
 
@@ -256,6 +260,7 @@ class JobNode(KeepingNode):
         self.serving = False
         self.doubted_until = 0.0  # its clock has stood still, and it need not know
         self.backups = Backups()
+        self.lies: dict[bytes, WitnessRecord] = {}
         self.gang_members_started = 0
         self._allowed: dict[bytes, float] = {}
         self._observe_pending = False
@@ -270,6 +275,9 @@ class JobNode(KeepingNode):
     @property
     def store(self) -> MemoryStore:
         return self.disk.store
+
+    def described(self, job: bytes) -> JobSpec:
+        return self.world.specs[job]
 
     def hierarchy(self) -> Hierarchy:
         return Hierarchy(0, tuple(self.view().adverts))
@@ -461,7 +469,7 @@ class JobNode(KeepingNode):
             {record.node: disk_of(record.body) for record in self.core.records.section(DISK, unix)},
             recoveries=orders,
         )
-        return with_jobs(view, self._board.table, self._patience, self.boot(), unix)
+        return with_jobs(view, self.board.table, self._patience, self.boot(), unix)
 
     # --- messages and timers
 
@@ -822,13 +830,14 @@ class JobsWorld(MembershipWorld):
         self.revocations: dict[bytes, bytes] = {}  # of nodes, as their founder has signed them
         self.thefts: dict[tuple[bytes, bytes], Accept] = {}  # by thief and job: the last lease and group it asked for
         self.old_copies: Counter[str] = Counter()
-        self.commits = self.steps = self.failed_saves = 0
+        self.commits = self.steps = self.failed_saves = self.rumours = 0
         self._have_group: dict[tuple[bytes, Config], set[Voter]] = defaultdict(set)
         self._closed: list[bytes] = []  # nodes that take no calls for a while
         self._echoes: dict[type[AnyMessage], list[tuple[JobNode, bytes, Address]]] = defaultdict(list)
         self._sent: Counter[type[AnyMessage]] = Counter()
         self._wanted = jobs
         self._wiped_at = -MIN_WIPE_INTERVAL_S
+        self.liar: JobNode | None = None  # the witness that lies
         self._departing_submitter: tuple[bytes, JobNode] | None = None
 
     # --- running
@@ -1127,6 +1136,8 @@ class JobsWorld(MembershipWorld):
                 self.faults = msgspec.structs.replace(faults, replay=0.0, incidents=())
                 (self._steal if kind == "theft" else self._lie)(victim, up)
                 self.faults = faults
+            case "rumour":
+                self._spread_rumours(victim)
             case "echo":
                 for sent in self._echoes.values():
                     source, data, to = rng.choice(sent)
@@ -1230,6 +1241,34 @@ class JobsWorld(MembershipWorld):
                         liar.send(other.id, Closed(job, term, record))
                     ended = (known.config, 0.0, False, True, known.accepted_term, record)
                     liar.send(other.id, Refused(job, known.promised, liar.disk.name, 1, known.promised, *ended))
+
+    def _spread_rumours(self, liar: JobNode) -> None:
+        """A malicious member publishes, as the furthest view of each job, that it has ended or needs newer checkpoints only, or
+        that some nodes have its last checkpoint.
+
+        The first such member answers so as a witness, too, unless it decides alone. Where an array has a limit, the ends of its
+        jobs are counted by what nodes publish: it tells no lies about those.
+        """
+        self.liar = self.liar or liar
+        rng = self.streams.get("world", "rumours")
+        for job, status in sorted(liar.board.table.all().items()):
+            array, witness = self.specs[job].array, liar.participant.witnesses.get(job)
+            if status.outcome is not None or (array is not None and array.limit):
+                continue
+            kind: OutcomeKind | None = rng.choice((None, "done", "failed"))
+            outcome = None if kind is None else Outcome(kind, f"{LIE} of {liar.name}", None, None, (), 0)
+            needed = (max(status.needed, default=0) + rng.randint(1, 5),)
+            rank, nodes = (int(kind is not None), 1 << 40, 0, 0), tuple(node.id for node in self.nodes)
+            commit = status.commit and msgspec.structs.replace(
+                status.commit, holders=tuple(rng.sample(nodes, rng.randint(0, len(nodes))))
+            )
+            told = msgspec.structs.replace(status, rank=rank, outcome=outcome, commit=commit, needed=needed)
+            liar.core.publish(STATUSES + format_job(job), encode_status(told), STATUS_TTL_S)
+            self.rumours += 1
+            alone = {Voter(liar.id, liar.disk.name)}
+            if liar is self.liar and witness is not None and not decides(witness.witness_record.config, alone):
+                record = msgspec.structs.replace(witness.witness_record.record, needed=needed, outcome=outcome)
+                liar.lies[job] = msgspec.structs.replace(witness.witness_record, record=record, final=kind is not None)
 
     # --- calls of the checkers
 

@@ -83,8 +83,6 @@ class StatusBoard:
             self._read[place] = (record, None if status is None else status.job)
             if status is not None:
                 self.table.update(record.node, status.job, status)
-                if status.outcome is not None:  # production asks its witnesses first (`jobs/awaited_ends.py`)
-                    self.table.end(status.job, status.outcome.kind, status.array)
 
     def _forget(self, place: tuple[bytes, str]) -> None:
         _, job = self._read.pop(place)

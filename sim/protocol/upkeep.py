@@ -1,14 +1,19 @@
-"""Upkeep of the store of a simulated node, by the production rules: repair, pruning and collection."""
+"""Upkeep of a simulated node, by the production rules: repair, pruning and collection of its store, and ends of other jobs."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from math import inf
 
 from ckptstore.replication import Settled
-from mesh.checkpoints.pruning import forget_superseded
+from mesh.checkpoints.pruning import forget_superseded, needed_by_all, with_superseded
 from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, Shortage
+from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.reports import Recopied, RunnerEvent
 from mesh.consensus.status import JobStatus
 from mesh.consensus.view import Instant
-from sim.protocol.checkpoints import FetchProblem, StoringNode
+from mesh.jobs.awaited_ends import AGAIN_S, may_have_ended, stated_end
+from sim.protocol.asking import AskingNode
+from sim.protocol.checkpoints import FetchProblem
 from sim.protocol.status_board import StatusBoard
 
 TURNS = 2
@@ -16,10 +21,9 @@ TIDY_S = 15.0  # more often than in production, so that a run has many
 YOUNG_S = 60.0  # chunks that no manifest needs stay for as long: longer than any copy here takes
 
 
-class KeepingNode(StoringNode):
-    """A node that copies what lacks holders, and forgets what no job needs."""
+class KeepingNode(AskingNode):
+    """A node that copies what lacks holders, forgets what no job needs, and learns how the jobs ended that others come after."""
 
-    _board: StatusBoard
     _plan: RepairPlan
     _repairing: bool
     _turn: int
@@ -32,8 +36,12 @@ class KeepingNode(StoringNode):
     def report(self, job: bytes, event: RunnerEvent) -> None:
         raise NotImplementedError
 
+    def observe_soon(self) -> None:
+        raise NotImplementedError
+
     def begin_upkeep(self) -> None:
-        self._board, self._plan = StatusBoard(self.id, self.participant, self.core), RepairPlan(self.id, LOST_S)
+        self.board, self._plan = StatusBoard(self.id, self.participant, self.core), RepairPlan(self.id, LOST_S)
+        self._ask_at: dict[bytes, float] = {}
         self._repairing, self._turn = False, self.number
         self._tidy_at = self.boot() + self.world.streams.get(self.name, "tidy").uniform(0.0, TIDY_S)
 
@@ -47,25 +55,41 @@ class KeepingNode(StoringNode):
         members = self.core.swim.table.all()
         alive = frozenset(member.node for member in members if member.present)
         staying = alive - {member.node for member in members if member.draining}
-        self._board.publish(alive, self.instant)
-        self._board.read(self.unix())
-        statuses = self._board.table.all()
-        self._repair_what_is_short(statuses, staying)
+        self.board.publish(alive, self.instant)
+        self.board.read(self.unix())
+        self._repair_what_is_short(self.board.table.by_own_view(self.participant.runners), staying)
+        self._ask_for_ends()
         if self.boot() >= self._tidy_at:
             self._tidy_at = self.boot() + TIDY_S
-            self.tidy(statuses)
+            for job in with_superseded(self.board.table.views(), self.store.manifests()):
+                self.words(job, partial(self._forget, job))
+            self.store.collect(min_age_s=YOUNG_S, now_unix=self.unix())
 
-    def tidy(self, statuses: Mapping[bytes, JobStatus]) -> None:
-        """Forget what jobs have left here and do not need any more."""
-        needed = {job: status.needed for job, status in statuses.items()}  # production asks the job's witnesses
-        forget_superseded(self.store, needed, self.store.manifests())
-        self.store.collect(min_age_s=YOUNG_S, now_unix=self.unix())
+    def _forget(self, job: bytes, records: Sequence[WitnessRecord]) -> None:
+        """Forget the checkpoints that a job does not need any more, as its witnesses say."""
+        needed = {job: needed_by_all([known.record.needed for known in records])}
+        forget_superseded(self.store, needed, self.store.manifests(job))
+
+    def _ask_for_ends(self) -> None:
+        after = may_have_ended(self.participant.leaders.values(), self.board.table)
+        self._ask_at = {job: self._ask_at.get(job, 0.0) for job in after}
+        for job in after:
+            if self.boot() >= self._ask_at[job]:
+                self._ask_at[job] = inf  # until it has been asked
+                self.words(job, partial(self._learn_end, job))
+
+    def _learn_end(self, job: bytes, records: Sequence[WitnessRecord]) -> None:
+        self._ask_at[job] = self.boot() + AGAIN_S
+        kind = stated_end(records)
+        if kind is not None:
+            self.board.table.end(job, kind, self.described(job).array)
+            self.observe_soon()
 
     def _repair_what_is_short(self, statuses: Mapping[bytes, JobStatus], staying: Set[bytes]) -> None:
         for shortage in self._plan.look(statuses.values(), staying, set(self.participant.runners), self.boot()):
             if not self._repairing:
                 self._repair(shortage)
-        for job, found in self._plan.unsure(statuses.values(), self.boot()):
+        for job, found in self._plan.unsure(self.board.table.every_view(), self.boot()):
             if not self._repairing:
                 self._bring_back(job, found)
 

@@ -75,7 +75,7 @@ class Bench:
     async def look(self, status: JobStatus, staying: set[bytes], after_s: float = 0.0, runs_here: bool = False) -> None:
         self.now += after_s
         self.repair._look_at = 0.0
-        self.repair.look([status], staying, {JOB} if runs_here else set())
+        self.repair.look([status], [status], staying, {JOB} if runs_here else set())
         if self.repair._task is not None:
             await asyncio.gather(self.repair._task)
 
@@ -184,7 +184,7 @@ async def test_one_copy_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         if bench.repair._task is not None:
             await bench.repair._task  # it looks for what should be here first
         bench.repair._look_at = 0.0
-        bench.repair.look(others, {C, E, F}, set())
+        bench.repair.look(others, others, {C, E, F}, set())
         bench.now += LOST_S
     assert bench.repair._task is not None
     await bench.repair._task
@@ -241,13 +241,23 @@ async def test_node_brings_back_nothing_that_it_need_not_have(monkeypatch: pytes
         assert not bench.fetched, "results that were removed for lack of space stay away"
 
 
+async def test_false_view_keeps_no_node_from_bringing_back_what_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(C, monkeypatch)
+    false = msgspec.structs.replace(RUNS, commit=msgspec.structs.replace(COMMIT, holders=(E, F)))
+    bench.repair.look([false], [RUNS, false, RUNS], {A, B, C, D, E, F}, set())
+    assert bench.repair._task is not None
+    await bench.repair._task
+    assert bench.fetched == [(CHECKPOINT, (D, B, E, F))]
+    assert len(RepairPlan(C, LOST_S).unsure([RUNS, false, RUNS], 0.0)) == 1, "two views of one checkpoint"
+
+
 async def test_look_costs_nothing_while_the_last_one_is_recent(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, asked = Bench(C, monkeypatch), list[float]()
     look = bench.repair._plan.look
     monkeypatch.setattr(bench.repair._plan, "look", lambda *asks: (asked.append(bench.now), look(*asks))[1])
     for second in (0.0, module.LOOK_EVERY_S - 0.1, 0.1, module.LOOK_EVERY_S):
         bench.now += second
-        bench.repair.look([OVER], {C}, set())
+        bench.repair.look([OVER], [OVER], {C}, set())
     assert [at - 1000.0 for at in asked] == [0.0, module.LOOK_EVERY_S, 2 * module.LOOK_EVERY_S]
 
 
@@ -275,7 +285,7 @@ async def test_close_ends_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> 
     other = msgspec.structs.replace(RUNS, job=b"o" * 16, commit=msgspec.structs.replace(COMMIT, manifest=b"o" * 32))
     for _ in range(2):
         bench.repair._look_at = 0.0
-        bench.repair.look([RUNS, other], {A, B, C, D, E, F}, set())
+        bench.repair.look([RUNS, other], [RUNS, other], {A, B, C, D, E, F}, set())
         await asyncio.sleep(0)
     task = bench.repair._task
     assert task is not None and len(bench.fetched) == 1, "one at a time"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mesh.checkpoints.witness_group import GROUPS_FOLLOWED, WitnessGroup
+from mesh.checkpoints.witness_group import GROUPS_FOLLOWED, WitnessGroup, is_outdated, later_group
 from mesh.consensus.effects import WitnessRecord
 from mesh.model.record import Config
 from mesh.rpc.client import PeerError
@@ -64,6 +64,20 @@ async def test_newer_group_counts_once_a_majority_of_the_older_one_knows_it() ->
     assert await present(liar) == OLD, "one witness alone cannot name a group"
 
 
+async def test_change_that_was_given_up_ends_no_search() -> None:
+    given_up = OLD.joint(voters(B, C, D), 1)
+    newer = Config(1, 2, voters(A, C, E))
+    records = {B: record(given_up), D: record(given_up), A: record(newer), C: record(newer), E: record(newer)}
+    assert await present(records, known=given_up) == newer, "most of the old group went another way"
+    assert await present({**records, C: record(given_up)}, known=given_up) == given_up, "one of the old group alone"
+    done = given_up.settled()
+    records = {A: record(), B: record(done), C: record(done), D: record(done)}
+    assert await present(records, known=given_up) == done
+    assert await present({A: record(), C: record(done)}, known=given_up) is None, (
+        "half of the old ones, too few new ones"
+    )
+
+
 async def test_only_a_members_own_record_counts() -> None:
     assert await present({F: record(), A: record()}) is None
     assert await present({B: record(), A: record()}, me=B) == OLD
@@ -91,3 +105,16 @@ async def test_groups_are_followed_a_limited_number_of_times() -> None:
     peers.call = call
     group = WitnessGroup(F, peers, SimpleNamespace(witnesses={}))  # type: ignore[arg-type]
     assert await group.present(JOB, Config(0, 0, voters(A))) is None
+
+
+def test_group_is_outdated_if_one_of_it_knows_a_later_one() -> None:
+    assert not is_outdated((NEW, [record(), record(NEW)]))
+    assert is_outdated((OLD, [record(), record(NEW)]))
+
+
+def test_later_group_counts_by_the_word_of_most_of_it() -> None:
+    new = dict.fromkeys((A, D), record(NEW))
+    assert later_group({**new, B: record()}, 3) == [record(NEW)] * 2
+    assert later_group({A: record(NEW), B: record(), D: record()}, 3) == [], "one former witness has made it up"
+    assert later_group({A: record(Config(1, 1, voters(A)))}, 3) == [], "a group of its own"
+    assert later_group({}, 1) == []

@@ -54,6 +54,17 @@ def test_job_table_takes_the_most_advanced_view_from_any_source() -> None:
     assert not job_table.all() and not job_table.waiting
 
 
+def test_own_view_counts_for_what_runs_here() -> None:
+    table, other = JobTable(), b"k" * 16
+    mine, false = view("running"), view("running", 1 << 40, acts=2)
+    table.update(OWN, JOB, mine)
+    table.update(B, JOB, false)
+    table.update(B, other, false)
+    assert table.by_own_view([JOB, b"n" * 16]) == {JOB: mine, other: false}
+    assert table.by_own_view([]) == {JOB: false, other: false}
+    assert list(table.every_view()) == [mine, false, false]
+
+
 def test_end_that_a_status_claims_is_news_once_and_no_more() -> None:
     job_table = JobTable()
     assert not job_table.update(A, JOB, view("running"))

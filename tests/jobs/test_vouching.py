@@ -315,6 +315,20 @@ async def test_later_witnesses_are_asked_while_most_of_the_first_are_lost() -> N
     assert await node.vouching.words(JOB) == []
 
 
+async def test_later_group_is_heard_if_the_present_one_may_have_lost_its_memory() -> None:
+    node = Node()
+    assert await node.judge(), "now it knows the description"
+    node.judges.proven = {D, E}
+    stale = list(node.peers.records.values())
+    later = msgspec.structs.replace(needing(stale[0], 7), config=Config(2, 2, voters(B, D, E)))
+    node.peers.records |= dict.fromkeys((C, D), later)
+    assert stale[0] in await node.vouching.words(JOB), "most of the later group say nothing"
+    node.peers.records |= {E: later}
+    assert await node.vouching.words(JOB) == [later, later]
+    node.judges.proven = {D}
+    assert stale[0] in await node.vouching.words(JOB), "only one proves to be a witness"
+
+
 async def test_only_the_leader_and_the_runner_seek_a_witness() -> None:
     node = Node()
     ask = Introduce(JOB, b"the sealed spec")

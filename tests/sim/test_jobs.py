@@ -34,6 +34,7 @@ from sim.protocol.checkpoint_checkers import ResumesFromCommit
 from sim.protocol.checkpoints import StoringNode
 from sim.protocol.faults import (
     CLOCK_INCIDENTS,
+    GOSSIP_INCIDENTS,
     INCIDENTS,
     JOB_INCIDENTS,
     STORE_INCIDENTS,
@@ -107,7 +108,7 @@ def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_fault_is_drawn_by_some_seed() -> None:
     plans = [draw_job_faults(seed, 10.0) for seed in range(DRAWN)]
     drawn = Counter(incident for faults in plans for incident in faults.incidents)
-    known = {*INCIDENTS, *JOB_INCIDENTS, *CLOCK_INCIDENTS, *DISK_INCIDENTS, *STORE_INCIDENTS}
+    known = {*INCIDENTS, *JOB_INCIDENTS, *CLOCK_INCIDENTS, *DISK_INCIDENTS, *STORE_INCIDENTS, *GOSSIP_INCIDENTS}
     assert set(drawn) == known
     assert min(drawn.values()) >= DRAWN // 8 and DRAWN // 3 < sum(plan.broken_calls > 0 for plan in plans) < DRAWN
     meshes = [draw_mesh(seed) for seed in range(DRAWN)]
@@ -452,6 +453,21 @@ class TestNegativeControls:
 
         monkeypatch.setattr("sim.protocol.upkeep.forget_superseded", greedy)
         assert found(lambda seed: harsh(seed, broken_calls=0.3)).startswith(("restorable", "lost work"))
+
+    def test_pruning_by_what_any_member_publishes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def credulous(self: JobNode, job: bytes, records: object) -> None:
+            needed = max((view.needed for view in self.board.table.views_of(job)), key=lambda one: max(one, default=0))
+            self.store.forget_old(job, needed)
+
+        monkeypatch.setattr(JobNode, "_forget", credulous)
+        assert found(lambda seed: harsh(seed, incidents=("rumour", "crash"))).startswith("restorable")
+
+    def test_pruning_by_the_word_of_one_witness(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def furthest(records: Sequence[Sequence[int]]) -> Sequence[int]:
+            return max(records, key=lambda needed: max(needed, default=0), default=())
+
+        monkeypatch.setattr("sim.protocol.upkeep.needed_by_all", furthest)
+        assert found(lambda seed: harsh(seed, incidents=("rumour", "crash"))).startswith("restorable")
 
     def test_nodes_that_repair_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sim.protocol.jobs.SELDOM_SHARE", 1.0)

@@ -1,15 +1,18 @@
 """Jobs that wait for others in the simulated world, and negative controls for what they wait for."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from mesh.consensus.effects import Effect
+from mesh.consensus.effects import Effect, WitnessRecord
 from mesh.consensus.leader import Leader
 from mesh.consensus.reports import KillWanted, RunnerEvent, VacateWanted
 from mesh.consensus.runner import Runner
+from mesh.consensus.status import JobStatus
 from mesh.consensus.view import Instant
 from mesh.jobs.job_table import JobTable
+from mesh.model.record import OutcomeKind
 from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan
 from sim.protocol.guest_checkers import JustEnds
 from sim.protocol.jobs import JobsWorld
@@ -17,6 +20,7 @@ from sim.protocol.queue_checkers import MAKES_ROOM, ArrayLimit, InOrder, JustPre
 from tests.sim.test_jobs import found
 
 QUIET = FaultPlan(incidents=("notice",), incident_every_s=40.0, news_every_s=0.0, until_s=300.0)
+RUMOURS = FaultPlan(incidents=("rumour", "notice"), incident_every_s=5.0, news_every_s=0.0, until_s=300.0)
 SMALL = MeshPlan(nodes=4, gangs=0.0)
 
 
@@ -27,6 +31,17 @@ def world(seed: int, checker: Any, **work: float) -> JobsWorld:
 def busy(seed: int, checker: Any) -> JobsWorld:
     """Return a world in which two nodes have one place each, and jobs take long."""
     return JobsWorld(seed, faults=QUIET, mesh=SMALL, work=WorkPlan(busy=1.0), jobs=10, job_checkers=[checker])
+
+
+def rumours(seed: int) -> JobsWorld:
+    return JobsWorld(seed, faults=RUMOURS, mesh=SMALL, work=WorkPlan(after=1.0), job_checkers=[InOrder(), JustEnds()])
+
+
+def test_rumours_start_and_fail_no_job() -> None:
+    worlds = [rumours(seed) for seed in range(4)]
+    for world in worlds:
+        world.run()
+    assert all(world.rumours for world in worlds)
 
 
 def test_jobs_make_room_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +60,25 @@ class TestNegativeControls:
         monkeypatch.setattr(Leader, "held_back", "")
         assert found(lambda seed: world(seed, InOrder(), after=1.0)).startswith("after")
         assert found(lambda seed: world(seed, ArrayLimit(), arrays=1.0)).startswith("array")
+
+    def test_end_that_any_member_publishes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = JobTable.update
+
+        def credulous(self: JobTable, source: bytes, job: bytes, view: JobStatus | None) -> bool:
+            if view is not None and view.outcome is not None:
+                self.end(job, view.outcome.kind, view.array)
+            return real(self, source, job, view)
+
+        monkeypatch.setattr(JobTable, "update", credulous)
+        assert found(rumours).startswith(("after", "end"))
+
+    def test_end_that_one_witness_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def any_of(records: Sequence[WitnessRecord]) -> OutcomeKind | None:
+            ends = [known.record.outcome for known in records if known.final]
+            return next((outcome.kind for outcome in ends if outcome is not None), None)
+
+        monkeypatch.setattr("sim.protocol.upkeep.stated_end", any_of)
+        assert found(rumours).startswith(("after", "end"))
 
     def test_failure_of_a_job_that_another_comes_after_is_ignored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Leader, "_hopeless", lambda self, at: "")

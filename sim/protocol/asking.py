@@ -1,0 +1,90 @@
+"""Questions to a job's witnesses, whose answers a simulated node believes by the production rules.
+
+Any node knows the description of any job here; production asks others for it, and its submitter has signed it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from membership.identity import NodeId
+from mesh.checkpoints.witness_group import Present, Records, follow_groups, is_outdated, later_group
+from mesh.consensus.effects import WitnessRecord
+from mesh.jobs.authority import Authority
+from mesh.jobs.vouching import LATER_ASKED
+from mesh.model.record import Config
+from mesh.model.spec import JobSpec
+from sim.protocol.checkpoints import StoringNode
+from sim.protocol.status_board import StatusBoard
+
+
+class AskingNode(StoringNode):
+    """A node that asks witnesses, and answers as one. `lies`: what a malicious one says of its jobs."""
+
+    authority: Authority
+    board: StatusBoard
+    lies: dict[bytes, WitnessRecord]
+
+    def described(self, job: bytes) -> JobSpec:
+        raise NotImplementedError
+
+    def witness_record(self, job: bytes) -> WitnessRecord | None:
+        witness = self.participant.witnesses.get(job)
+        return self.lies.get(job, witness.witness_record) if witness is not None else None
+
+    def words(self, job: bytes, then: Callable[[Sequence[WitnessRecord]], None]) -> None:
+        """Ask most of a job's present witnesses, else nodes that prove to be later ones; `then` gets their records."""
+        own, spec = self.participant.witnesses.get(job), self.described(job)
+        known = [Config(number=0, term=0, members=spec.witnesses)]
+        known += [own.witness_record.config] if own is not None else []
+
+        def found(present: Present | None) -> None:
+            if present is not None and not is_outdated(present):
+                then(present[1])
+            elif present is None and known:
+                self._follow(job, known.pop(0), found)
+            else:
+                records = present[1] if present is not None else []
+                nodes = [node for record in records for node in record.config.nodes]
+                nodes += [node for view in self.board.table.views_of(job) for node in view.witnesses]
+                self._records(job, tuple(dict.fromkeys(nodes))[:LATER_ASKED], partial(asked, present))
+
+        def asked(present: Present | None, answers: Records) -> None:
+            witnesses_by = self.authority.witnesses_by
+            proven = {node: record for node, record in answers.items() if node in witnesses_by(record, spec)}
+            then(list(proven.values()) if present is None else later_group(proven, len(spec.witnesses)) or present[1])
+
+        found(None)
+
+    def _follow(self, job: bytes, known: Config, found: Callable[[Present | None], None]) -> None:
+        walk = follow_groups(known, self.authority.recovered_group)
+
+        def answered(records: Records) -> None:
+            try:
+                config = walk.send(records)
+            except StopIteration as end:
+                found(end.value)
+            else:
+                self._records(job, config.nodes, answered)
+
+        self._records(job, next(walk).nodes, answered)
+
+    def _records(self, job: bytes, nodes: Sequence[NodeId], then: Callable[[Records], None]) -> None:
+        """Ask these nodes; `then` gets what those have answered that could be reached."""
+        records: dict[NodeId, WitnessRecord] = {}
+        waiting = set(nodes)
+
+        def called(node: NodeId, other: StoringNode | None) -> None:
+            record = other.witness_record(job) if isinstance(other, AskingNode) else None
+            if record is not None:
+                records[node] = record
+            waiting.discard(node)
+            if not waiting:
+                then(records)
+
+        for node in nodes:
+            if node == self.id:
+                self.after(0.0, called, node, self)
+            else:
+                self.call(node, called)
+        if not nodes:
+            then(records)
