@@ -55,7 +55,7 @@ def check_packs(
         chunks, bad, done = chunks + good + wrong, bad + wrong, done + size
         if wrong or not readable:
             quarantined.append(path.name)
-            with store.lock, store.disk_errors():
+            with store.disk_errors():
                 store.salvage(path)
     return VerifyReport(chunks, bad, tuple(quarantined), ())
 

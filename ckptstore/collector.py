@@ -66,6 +66,7 @@ def _rewrite(store: ObjectStore, path: Path, live: dict[bytes, Location], before
             header, data = store.object(identity)
             check_stored(header, data[HEADER_BYTES:])
             writer.add(header, data[HEADER_BYTES:])
+        writer.sync()
         return _remove(store, path, before, writer)
     finally:
         writer.abort()

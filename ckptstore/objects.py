@@ -85,7 +85,7 @@ class ObjectStore(ObjectReader):
         self.root = root
         self.quota_bytes, self.foreign_quota_bytes = quota_bytes, foreign_quota_bytes
         packs, self.tmp, self.quarantine = root / "packs", root / "tmp", root / "quarantine"
-        self.lock, self.keeping = threading.Lock(), threading.Lock()
+        self.lock, self.keeping, self.mending = threading.Lock(), threading.Lock(), threading.Lock()
         self.receiving = set[PackWriter]()  # packs that come from peers
         self.published = 0  # packs, since this was opened
         with self.disk_errors():
@@ -176,7 +176,21 @@ class ObjectStore(ObjectReader):
 
     def salvage(self, path: Path) -> None:
         """Copy the intact objects of a damaged pack to a new one, and move the damaged one to `quarantine`."""
-        writer = PackWriter(self.tmp, self.packs, is_foreign(path))
+        with self.mending, contextlib.suppress(FileNotFoundError):  # collected meanwhile, or salvaged by another call
+            writer = PackWriter(self.tmp, self.packs, is_foreign(path))
+            try:
+                self._copy_intact(path, writer)
+                writer.sync()
+                with self.lock:
+                    path.stat()
+                    writer.publish()
+                    path.rename(self.quarantine / path.name)
+                    self.index.drop_pack(path.stem)
+                    self.index.add(writer.name, writer.locations, writer.foreign)
+            finally:
+                writer.abort()
+
+    def _copy_intact(self, path: Path, writer: PackWriter) -> None:
         with path.open("rb") as file:
             for offset in self._offsets(path):
                 with contextlib.suppress(CorruptChunk):
@@ -184,10 +198,6 @@ class ObjectStore(ObjectReader):
                     stored = read_stored(file, header, offset)
                     if self.is_intact(header, stored):
                         writer.add(header, stored)
-        writer.publish()
-        path.rename(self.quarantine / path.name)
-        self.index.drop_pack(path.stem)
-        self.index.add(writer.name, writer.locations, writer.foreign)
 
     def _offsets(self, path: Path) -> Iterator[int]:
         """Yield where a pack's objects begin: as they tell up to a damaged header, and as the index has it from there on."""

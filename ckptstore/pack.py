@@ -203,6 +203,10 @@ class PackWriter:
         read_at(self._file, stored, where.offset + HEADER_BYTES)
         return header, stored
 
+    def sync(self) -> None:
+        """Make the objects durable, so that `publish` takes no longer than a rename."""
+        os.fsync(self._file)
+
     def publish(self) -> None:
         """Make the pack durable and visible; an empty one is removed."""
         if not self.locations:

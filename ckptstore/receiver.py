@@ -85,6 +85,7 @@ class Receiver:
                 return 0
             try:
                 with self._store.disk_errors(), self._store.keeping:  # of two that fit only alone, one is kept
+                    self._store.receiving.discard(self._writer)  # else other streams would count it twice
                     self._store.check_quota(self._writer.bytes_written, self._writer.foreign)
                     self._store.publish_pack(self._writer)
             finally:

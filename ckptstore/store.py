@@ -419,15 +419,13 @@ class Store(ObjectStore):
 
     @contextmanager
     def wanted(self, chunks: Collection[bytes]) -> Iterator[None]:
-        """Keep these chunks from being collected, once they are here: their manifest comes last."""
+        """Keep these chunks from being collected, once they are here: their manifest comes last. It waits for nothing."""
         key = object()
-        with self.lock:
-            self._wanted[key] = chunks
+        self._wanted[key] = chunks
         try:
             yield
         finally:
-            with self.lock:
-                del self._wanted[key]
+            del self._wanted[key]
 
     def packs_of(self, manifest: bytes) -> set[str]:
         """Return the names of the packs that have the chunks of a manifest, or their bases."""
@@ -436,8 +434,7 @@ class Store(ObjectStore):
     def collect(self, *, min_age_s: float, now_unix: float) -> CollectReport:
         """Remove what no manifest reaches, here or on its way, from packs that were not touched for `min_age_s`."""
         with self.disk_errors():
-            with self.lock:
-                reachable = set().union(*self._wanted.values())
+            reachable = set().union(*tuple(self._wanted.values()))
             for info in self.manifests():
                 with suppress(NotFound, BadManifest):  # forgotten or damaged meanwhile
                     reachable.update(self.manifest(info.id).chunks)

@@ -540,6 +540,89 @@ def test_damaged_header_costs_one_chunk(tmp_path: Path) -> None:
     store.close()
 
 
+def test_damaged_pack_is_salvaged_once_by_calls_at_the_same_time(tmp_path: Path) -> None:
+    """The jobs of an array share a working directory, and find its damage together."""
+    write_tree(tmp_path / "in", {name: os.urandom(500) for name in "abc"})
+    store = open_store(tmp_path / "store")
+    saved = save(store, tmp_path / "in")
+    (pack,) = store.packs.iterdir()
+    damage(pack, store.index.chunks_of(pack.stem)[saved.manifest.chunks[0]].offset + HEADER_BYTES)
+    first, both = threading.Event(), list[None]()
+    real = store.is_intact
+
+    def together(*given: Any) -> bool:
+        if not first.is_set():
+            first.set()
+            other.start()
+        return real(*given)
+
+    other = threading.Thread(target=lambda: both.append(store.salvage(pack)))
+    store.is_intact = together  # type: ignore[method-assign]
+    both.append(store.salvage(pack))
+    other.join()
+    assert both == [None, None] and store.missing(saved.manifest.chunks) == [saved.manifest.chunks[0]]
+    assert len(list(store.packs.iterdir())) == 1 and not list(store.tmp.iterdir())
+    store.close()
+
+
+def test_salvage_keeps_nobody_waiting_while_it_reads_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tree(tmp_path / "in", {"a": os.urandom(500), "b": os.urandom(500)})
+    store = open_store(tmp_path / "store")
+    save(store, tmp_path / "in")
+    (pack,) = store.packs.iterdir()
+    held, real_intact, real_fsync = list[bool](), store.is_intact, os.fsync
+
+    def intact(*given: Any) -> bool:
+        held.append(store.lock.locked())
+        return real_intact(*given)
+
+    def fsync(descriptor: int) -> None:
+        if store.lock.locked() and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            assert synced, "the pack is durable before the lock is taken"
+        synced.append(descriptor)
+        real_fsync(descriptor)
+
+    synced = list[int]()
+    store.is_intact = intact  # type: ignore[method-assign]
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.salvage(pack)
+    assert held and not any(held)
+    with store.lock, store.wanted([b"x" * 32]):
+        pass
+    store.close()
+
+
+def test_salvage_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tree(tmp_path / "in", {"a": os.urandom(500)})
+    store = open_store(tmp_path / "store")
+    saved = save(store, tmp_path / "in")
+    (pack,) = store.packs.iterdir()
+    before = descriptors_below(tmp_path)
+
+    def fails(*given: Any) -> bool:
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(store, "is_intact", fails)
+    with pytest.raises(OSError, match="the disk fails"):
+        store.salvage(pack)
+    assert list(store.packs.iterdir()) == [pack] and not list(store.tmp.iterdir())
+    assert descriptors_below(tmp_path) == before and not store.missing(saved.manifest.chunks)
+    store.close()
+
+
+def test_pack_that_is_collected_while_it_is_salvaged_does_not_come_back(tmp_path: Path) -> None:
+    write_tree(tmp_path / "in", {"a": os.urandom(500)})
+    store = open_store(tmp_path / "store")
+    save(store, tmp_path / "in")
+    (pack,) = store.packs.iterdir()
+    store.is_intact = lambda *given: pack.unlink() is None  # type: ignore[method-assign]
+    store.salvage(pack)
+    assert not list(store.packs.iterdir()) and not list(store.tmp.iterdir())
+    store.close()
+
+
 def test_files_removed_during_a_scan_are_ignored(tmp_path: Path) -> None:
     """A dangling link simulates a file that disappears between listing and opening."""
     write_tree(tmp_path / "in", {"a": os.urandom(500)})
@@ -641,6 +724,23 @@ def test_number_of_chunks_of_a_stream_is_bounded(tmp_path: Path, monkeypatch: py
     with pytest.raises(CorruptChunk, match="more than 3 chunks"):
         for _ in range(4):
             receiver.feed(frame(os.urandom(8)))
+
+
+def test_stream_that_ends_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path / "store", quota_bytes=1_000_000)
+    ends, other = store.receive(1 << 30, "x"), store.receive(1 << 30, "x")
+    ends.feed(frame(os.urandom(600_000)))
+    real = store.index.add
+
+    def meanwhile(*given: Any) -> None:
+        other.feed(frame(os.urandom(100_000)))
+        real(*given)
+
+    monkeypatch.setattr(store.index, "add", meanwhile)
+    assert ends.finish() == 1
+    monkeypatch.undo()
+    assert other.finish() == 1
+    store.close()
 
 
 def test_quota_is_enforced(tmp_path: Path) -> None:
