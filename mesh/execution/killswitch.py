@@ -24,7 +24,7 @@ from typing import Any
 
 from mesh.execution.engine import EngineError
 from mesh.execution.guest_registry import GuestEntry, GuestRegistry
-from mesh.execution.process_killer import LONGEST_PAUSE_S, PAUSE_S, GuestKill, KillResult, run
+from mesh.execution.process_killer import LONGEST_PAUSE_S, PAUSE_S, Grip, GuestKill, KillResult, run
 from mesh.util.cgroups import remove_groups
 
 LINE_LIMIT, CLIENTS = 256, 16  # bytes of an order; clients at a time (own choice)
@@ -68,7 +68,7 @@ class KillSwitch:
         self._first, self._struck = first, struck
         self.register, self._socket_path = register, socket_path
         self._lock = threading.Lock()  # guards guests and orders; never held across a system call that can block
-        self._guests: dict[str, GuestEntry] = {}
+        self._guests: dict[str, tuple[GuestEntry, Grip]] = {}
         self._by_owner: set[str] = set()
         self._orders: list[_Order] = []
         self._wake_here, self._wake_there = os.pipe()
@@ -123,8 +123,9 @@ class KillSwitch:
     def add(self, entry: GuestEntry) -> str:
         """Register a guest before any of its programs can run; return its key. EngineError if it must not start."""
         key = f"{entry.job[:8]}-{secrets.token_hex(8)}"
+        grip = _grip(entry)
         with self._lock:
-            self._guests[key] = entry
+            self._guests[key] = (entry, grip)
         self._keep(key, entry)
         if self.holding:
             self.remove(key)
@@ -133,11 +134,16 @@ class KillSwitch:
 
     def update(self, key: str, entry: GuestEntry) -> None:
         """Replace a guest's entry unless it was removed. EngineError if it cannot be written."""
+        grip = _grip(entry)
         with self._lock:
-            if key not in self._guests:
-                return
-            self._guests[key] = entry
-        self._keep(key, entry)
+            before = self._guests.get(key)
+            if before is not None:
+                self._guests[key] = (entry, grip)
+        if before is None:
+            grip.close()
+        else:
+            before[1].close()
+            self._keep(key, entry)
 
     def _keep(self, key: str, entry: GuestEntry) -> None:
         if self.register is not None:
@@ -160,9 +166,11 @@ class KillSwitch:
     def remove(self, key: str) -> str:
         """Remove a guest of which nothing is left; return BY_OWNER if it was killed for the owner, else an empty text."""
         with self._lock:
-            self._guests.pop(key, None)
+            known = self._guests.pop(key, None)
             by_owner = key in self._by_owner
             self._by_owner.discard(key)
+        if known is not None:
+            known[1].close()
         if self.register is not None and self.register.drop(key):
             by_owner = True
         return BY_OWNER if by_owner else ""
@@ -171,10 +179,10 @@ class KillSwitch:
         """Kill one guest; done at once if it is already gone."""
         done: Outcome = concurrent.futures.Future()
         with self._lock:
-            entry = self._guests.get(key)
-            if entry is not None:
-                self._orders.append(_Order([GuestKill(entry, time.monotonic())], done, "killed"))
-        if entry is None:
+            known = self._guests.get(key)
+            if known is not None:
+                self._orders.append(_Order([GuestKill(known[0], time.monotonic(), known[1])], done, "killed"))
+        if known is None:
             done.set_result([])
         else:
             self._run()
@@ -203,7 +211,7 @@ class KillSwitch:
             _do(action)
         with self._lock:
             self._by_owner |= self._guests.keys()
-            kills = [GuestKill(entry, begun) for entry in self._guests.values()]
+            kills = [GuestKill(entry, begun, grip) for entry, grip in self._guests.values()]
             self._orders.append(_Order(kills, done, "killed for the owner", begun, self._struck))
         self._run()
         self._wake()
@@ -300,6 +308,13 @@ class KillSwitch:
             else:
                 order.due = time.monotonic() + order.pause_s
                 order.pause_s = min(2 * order.pause_s, LONGEST_PAUSE_S)
+
+
+def _grip(entry: GuestEntry) -> Grip:
+    try:
+        return Grip(entry)
+    except OSError as error:
+        raise EngineError(f"the guest cannot be held for the kill-switch: {error}") from error
 
 
 def _do(action: Callable[[], object]) -> None:

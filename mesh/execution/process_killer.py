@@ -9,7 +9,9 @@ not awaited.
 
 import contextlib
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -50,11 +52,45 @@ class KillResult:
         return f"job {self.job[:8]} ({self.engine}): {self.processes} processes gone after {self.ms:.1f} ms"
 
 
-class GuestKill:
-    """The killing of one guest, ordered at `begun` (time.monotonic)."""
+class Grip:
+    """Ends a guest's first process and all of its control groups without a free descriptor: what that takes is open already.
 
-    def __init__(self, entry: GuestEntry, begun: float) -> None:
-        self.entry = entry
+    OSError if it cannot be opened. Thread-safe.
+    """
+
+    def __init__(self, entry: GuestEntry) -> None:
+        self._lock = threading.Lock()
+        self._groups = list[int]()
+        self._head = entry.head.open() if entry.head is not None else None
+        try:
+            for group in entry.groups:
+                with contextlib.suppress(FileNotFoundError):  # version 1, or it is gone
+                    self._groups.append(os.open(Path(group, cgroups.KILL), os.O_WRONLY | os.O_CLOEXEC))
+        except BaseException:
+            self.close()
+            raise
+
+    def kill(self) -> None:
+        with self._lock:
+            if self._head is not None:
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(self._head, signal.SIGKILL)
+            for group in self._groups:
+                with contextlib.suppress(OSError):
+                    os.write(group, b"1")
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor in (*self._groups, *((self._head,) if self._head is not None else ())):
+                os.close(descriptor)
+            self._groups, self._head = [], None
+
+
+class GuestKill:
+    """The killing of one guest, ordered at `begun` (time.monotonic). `grip`: of a guest that this process has started."""
+
+    def __init__(self, entry: GuestEntry, begun: float, grip: Grip | None = None) -> None:
+        self.entry, self._grip = entry, grip
         self.outcome: KillResult | None = None
         self._begun = begun
         self._groups = tuple(map(Path, entry.groups))
@@ -85,7 +121,11 @@ class GuestKill:
 
     def _strike(self) -> set[Process]:
         """Kill all that is found; return what was alive."""
-        self._processes = max(self._processes, self._census())
+        try:
+            self._processes = max(self._processes, self._census())
+        finally:
+            if self._grip is not None:
+                self._grip.kill()
         if self.entry.head is not None:
             self._kill(self.entry.head)
         for group in self._groups:
@@ -125,10 +165,6 @@ class GuestKill:
             process.kill()
         except PermissionError:
             self._denied = True
-        except OSError:  # out of descriptors: use the number, checked the moment before
-            if lives(process):
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, 9)
 
     def _ask_engine(self) -> None:
         """Ask the engine to kill it, without waiting for the answer: the engine may be what hangs."""

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import resource
-import select
 import socket
 import subprocess
 import threading
@@ -26,6 +24,7 @@ from mesh.execution.guest_registry import GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, CLIENTS, KillSwitch, open_switch
 from mesh.util import cgroups
 from mesh.util.processes import Process, lives, process_of
+from tests.descriptors import descriptors
 from tests.execution.bench import LOOP, WAIT_S, containers, processes_with, wait_until
 from tests.execution.place import Place, entry, fresh_mark
 
@@ -166,23 +165,6 @@ def test_reused_pid_is_not_killed(bystander: Process) -> None:
     assert struck.left == () and not lives(bystander)
 
 
-def test_reused_pid_is_not_killed_by_its_number(bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a free descriptor, a process is killed by its number."""
-
-    def full(self: Process) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(Process, "kill", full)
-    end = select.poll()
-    descriptor = os.pidfd_open(bystander.pid)
-    end.register(descriptor, select.POLLIN)
-    process_killer.run([entry(head=Process(bystander.pid, bystander.started - 1))])
-    assert not end.poll(200), "a signal takes a moment"
-    process_killer.run([entry(head=bystander)])
-    assert end.poll(WAIT_S * 1000)
-    os.close(descriptor)
-
-
 def test_kill_socket_is_private_and_takes_one_order(tmp_path: Path) -> None:
     switch = open_switch(GuestRegistry(tmp_path / "guests"), tmp_path / "kill.sock")
     try:
@@ -232,6 +214,7 @@ def test_kill_result_survives_removal_of_guest(bystander: Process) -> None:
 def test_hanging_guest_does_not_delay_other_guests(bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill a guest that does not end (its kill is a no-op here), then another one."""
     monkeypatch.setattr(process_killer, "GIVE_UP_S", 600.0)
+    monkeypatch.setattr(process_killer.Grip, "kill", lambda self: None)
     switch = KillSwitch()
     own = process_of(os.getpid())
     stuck = switch.add(entry(head=own, job="stuck"))
@@ -280,7 +263,7 @@ def test_guest_that_cannot_be_looked_for_is_not_taken_for_dead(
     group = Path(next(iter(cgroups.groups_of(os.getpid()).values())))
     switch = KillSwitch()
     switch.open()
-    keys = [switch.add(one) for one in (entry(head=bystander), entry(watcher=bystander), entry(container="c" * 64))]
+    keys = [switch.add(one) for one in (entry(watcher=bystander), entry(container="c" * 64))]
     with no_free_descriptor():
         for key in keys:
             (left,) = switch.kill(key).result(WAIT_S)
@@ -288,9 +271,40 @@ def test_guest_that_cannot_be_looked_for_is_not_taken_for_dead(
         with pytest.raises(OSError, match="Too many open files"):
             cgroups.pids_in(group)
     assert lives(bystander)
+    head = switch.add(entry(head=bystander))
     monkeypatch.setattr(process_killer, "GIVE_UP_S", 600.0)
-    (killed,) = switch.kill(keys[0]).result(WAIT_S)
+    (killed,) = switch.kill(head).result(WAIT_S)
     assert killed.processes == 1 and not lives(bystander), "the thread goes on"
+    switch.close()
+
+
+def test_guest_is_killed_although_nobody_can_look_for_it(bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spare descriptors are gone, too: another thread was faster."""
+    monkeypatch.setattr(killswitch, "SPARES", 0)
+    monkeypatch.setattr(process_killer, "GIVE_UP_S", 0.0)
+    switch = KillSwitch()
+    switch.open()
+    key, late = switch.add(entry(container="c" * 64)), entry(head=bystander)
+    switch.update(key, late)
+    with no_free_descriptor():
+        (told,) = switch.kill(key).result(WAIT_S)
+        assert "it is unknown whether it has ended" in str(told)
+        with pytest.raises(EngineError, match="cannot be held"):
+            switch.add(late)
+    wait_until(lambda: not lives(bystander), "it to end")
+    switch.remove(key)
+    switch.close()
+
+
+def test_removed_guest_leaves_no_descriptor_open(bystander: Process) -> None:
+    switch, before = KillSwitch(), len(descriptors())
+    key = switch.add(entry())
+    for _ in range(3):
+        switch.update(key, entry(head=bystander))
+    assert len(descriptors()) == before + 1
+    switch.remove(key)
+    switch.update(key, entry(head=bystander))
+    assert len(descriptors()) == before and lives(bystander)
     switch.close()
 
 
