@@ -65,6 +65,7 @@ from mesh.model.spec import DataNeed, JobSpec, format_job
 from mesh.network.proxy_rules import ProxyRules
 from mesh.util import trees
 from mesh.util.boottime import boot_s
+from mesh.util.slow_calls import apart
 from mesh.util.task_set import TaskSet
 from placement.advert import Portion
 from placement.allocation import gpu_percent
@@ -696,12 +697,13 @@ class Attempt:
         }
         try:
             async with self._noticing:  # the latest notice wins
-                await asyncio.to_thread(put_file, self.base / "ctl" / "notice.json", json.dumps(notice).encode())
+                told = json.dumps(notice).encode()
+                await apart(lambda: put_file(self.base / "ctl" / "notice.json", told), "notice")
         except OSError as error:  # a full disk: a guest that catches SIGTERM is notified anyway
             log.warning("the notice to %s cannot be written: %s", format_job(self.job)[:8], error)
         if kind != "vacate" or self._guest is None:
             return
-        await asyncio.to_thread(self.log_line, f"{reason}: {own_s:g} s to save")
+        await apart(lambda: self.log_line(f"{reason}: {own_s:g} s to save"), "notice")
         if not await give_notice(self._guest, self._may_run_until, self._watches_notices):
             # The guest ignores notices: no more is saved, so the owner need not wait.
             await self.kill_guest()

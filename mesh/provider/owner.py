@@ -32,6 +32,7 @@ from mesh.provider.presence_file import Moment, load_memories, save_memories
 from mesh.provider.reclaim import Leave, Reclaimer
 from mesh.util.boottime import boot_s
 from mesh.util.processes import descendants_of
+from mesh.util.slow_calls import apart
 
 LOOK_S = 1.0
 STALE_S = 5.0  # age after which an observation of the GPUs no longer counts
@@ -139,10 +140,10 @@ class Owner:
         typed_s = load = waits = None
         ours = await self._ours() if policy.keyboard == "all" or policy.load is not None else frozenset[int]()
         if policy.keyboard != "off":
-            typed_s = await asyncio.to_thread(self.console.look, policy.keyboard, now, time.time(), ours)
+            typed_s = await apart(lambda: self.console.look(policy.keyboard, now, time.time(), ours), "presence")
         if policy.load is not None:
-            load = await asyncio.to_thread(self._load.look, now, ours)
-            waits = await asyncio.to_thread(memory_wait, ours)
+            load = await apart(lambda: self._load.look(now, ours), "presence")
+            waits = await apart(lambda: memory_wait(ours), "presence")
         self.typed_s, self.load, self.memory_wait = typed_s, load, waits
         at, foreign = self._gpus_seen
         open_now = policy.hours.hold(local_minute(time.time()))
@@ -195,7 +196,7 @@ class Owner:
         self._whereabouts = {one: self._whereabouts.get(one) or Whereabouts(one.pids) for one in attempts}
         guests = await asyncio.gather(*(where.pids() for where in self._whereabouts.values()))
         with contextlib.suppress(OSError):  # no descriptor is free: those of the last look
-            self._own = frozenset(await asyncio.to_thread(descendants_of, os.getpid()))
+            self._own = frozenset(await apart(lambda: descendants_of(os.getpid()), "presence"))
         return self._own.union(*guests)
 
     def _stand(self, before: dict[str, Stand], after: dict[str, Stand]) -> None:

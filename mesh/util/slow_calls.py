@@ -1,6 +1,6 @@
-"""Run a call that may take minutes in its own daemon thread.
+"""Run a call in its own daemon thread: one that may take minutes, or one that must not wait until file work is done.
 
-Exit does not wait for it, and it takes no slot of the default executor.
+Exit does not wait for it, and it takes no slot of the default executor, which saves and restores fill.
 """
 
 import asyncio

@@ -388,7 +388,7 @@ class DockerGuest:
         return await asyncio.shield(self._exit)
 
     async def catches_term(self) -> bool:
-        return await asyncio.to_thread(self._catches_term)
+        return await apart(self._catches_term, "notice")
 
     async def terminate(self) -> bool:
         caught = await self.catches_term()
@@ -398,7 +398,7 @@ class DockerGuest:
         return caught
 
     async def pids(self) -> frozenset[int]:
-        here = await asyncio.to_thread(self._pids)
+        here = await apart(self._pids, "its processes")
         sessions = [await session.pids() for session in list(self._sessions)]  # not descendants of the first process
         return here.union(*sessions)
 
@@ -409,7 +409,7 @@ class DockerGuest:
 
     async def stands_still(self) -> bool:
         """Ask the kernel if possible: the engine may hang."""
-        frozen = await asyncio.to_thread(cgroups.are_frozen, self._groups)
+        frozen = await apart(lambda: cgroups.are_frozen(self._groups), "its processes")
         return bool(await self._engine._call(self._is_paused)) if frozen is None else frozen
 
     async def dump(self, directory: Path) -> str:

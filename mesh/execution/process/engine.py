@@ -33,6 +33,7 @@ from mesh.rpc.frames import Order
 from mesh.util import cgroups
 from mesh.util.isolated import isolated
 from mesh.util.processes import Process, catches, descendants_of, process_of, stands_still
+from mesh.util.slow_calls import apart
 
 WATCHER_REPORTS_S = (
     3.0  # for the watcher to report the end of a guest, usually 1 ms; then it is killed too (own choice)
@@ -311,10 +312,10 @@ class ProcessGuest:
         self._exit.add_done_callback(lambda _: call())
 
     async def catches_term(self) -> bool:
-        return await asyncio.to_thread(lambda: any(catches(pid, signal.SIGTERM) for pid in self._told()))
+        return await apart(lambda: any(catches(pid, signal.SIGTERM) for pid in self._told()), "notice")
 
     async def terminate(self) -> bool:
-        return await asyncio.to_thread(self._terminate)
+        return await apart(self._terminate, "notice")
 
     def _terminate(self) -> bool:
         pids = self._told()
@@ -327,10 +328,10 @@ class ProcessGuest:
         return bool(catching)
 
     async def pids(self) -> frozenset[int]:
-        return await asyncio.to_thread(self._family)
+        return await apart(self._family, "its processes")
 
     async def stands_still(self) -> bool:
-        return await asyncio.to_thread(self._stands_still)
+        return await apart(self._stands_still, "its processes")
 
     def _stands_still(self) -> bool:
         return bool(cgroups.are_frozen(self._groups)) or all(stands_still(pid) for pid in self._pids())
