@@ -124,12 +124,14 @@ class Journal:
         self._thread.shutdown(wait=False)
 
     async def save_witness_records(self, witness_records: Sequence[WitnessRecord]) -> None:
-        """Save these records, and the notes until now, in one transaction with one fsync."""
+        """Save these records, and the notes until now, in one transaction with one fsync. Their jobs are not archived then: a
+        recovery may overrule an end.
+        """
         rows = [(witness_record.job, msgspec.msgpack.encode(witness_record)) for witness_record in witness_records]
         notes, self._notes = self._notes, []
-        await self._write_all(
-            [*(("INSERT OR REPLACE INTO witness_records VALUES (?, ?)", row) for row in rows), *notes]
-        )
+        saves: list[Row] = [("INSERT OR REPLACE INTO witness_records VALUES (?, ?)", row) for row in rows]
+        back: list[Row] = [("DELETE FROM archive WHERE job = ?", (job,)) for job, _ in rows]
+        await self._write_all([*saves, *back, *notes])
         self._written += len(notes)
 
     async def saves(self) -> int:
@@ -449,8 +451,10 @@ class Journal:
                     transaction.execute("BEGIN")
                     for statement, row in rows:
                         transaction.execute(statement, row)
-            except sqlite3.OperationalError as error:
-                raise JournalError(f"{self.path}: {error}. Free some space on its disk.") from error
+            except sqlite3.IntegrityError:
+                raise
+            except sqlite3.DatabaseError as error:
+                raise JournalError(f"{self.path}: {error}. If its disk is full, free some space.") from error
 
         await self._do(write)
 

@@ -155,6 +155,26 @@ async def test_damaged_journal_is_moved_aside(tmp_path: Path) -> None:
         await journal.close()
 
 
+async def test_damage_while_it_runs_is_an_error_of_the_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    await journal.open()
+    for number in range(12_000):  # more than SQLite keeps in memory
+        journal.keep_receipt(b"j" * 16, number.to_bytes(500))
+    await journal.close()
+    journal = Journal(path)
+    await journal.open()
+    with path.open("r+b") as file:
+        for page in range(2, path.stat().st_size // 4096):
+            file.seek(page * 4096)
+            file.write(os.urandom(4096))
+    journal.keep_receipt(b"j" * 16, b"it is lost")
+    await journal.close()
+    assert "1 events and receipts are lost" in caplog.text and "malformed" in caplog.text
+
+
 async def test_damaged_witness_record_is_skipped_kept_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     journal = Journal(path)

@@ -71,7 +71,7 @@ class Archive:
         if jobs:
             await self._journal.archive(jobs)
         for job in jobs:
-            if job.job not in self._taken_out:  # nobody has asked for it meanwhile
+            if self._may_go(job.job, busy):  # nobody has asked for it meanwhile, or recovered it
                 self._participant.archive(job.job)
                 self._job_table.archive(job)
                 self._archived(job.job)

@@ -149,6 +149,25 @@ async def test_job_that_is_asked_for_while_it_is_archived_stays(node: Node, monk
     assert number(0) in node.participant.witnesses and not node.left
 
 
+async def test_job_that_is_recovered_while_it_is_archived_goes_on(
+    node: Node, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in range(4):
+        await node.has(number(count), LONG_AGO + count)
+    write = node.journal.archive
+
+    async def recovered_meanwhile(jobs: list[ArchivedJob]) -> None:
+        await write(jobs)
+        witness = node.participant.witnesses[number(0)]
+        witness.witness_record = msgspec.structs.replace(witness.witness_record, final=False)
+        await journal.save_witness_records([witness.witness_record])
+
+    monkeypatch.setattr(node.journal, "archive", recovered_meanwhile)
+    await node.archive.archive_old((), NOW)
+    assert number(0) in node.participant.witnesses and node.left == [number(1)]
+    assert number(0) in {record.job for record in (await journal.witness_records())[0]}, "a start would load it"
+
+
 async def test_job_that_two_ask_for_is_loaded_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in range(3):
         await node.has(number(count), LONG_AGO + count)
