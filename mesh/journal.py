@@ -340,8 +340,9 @@ class Journal:
         """Save the key of what a job saves (`checkpoints/keys.py`)."""
         await self._write("INSERT OR REPLACE INTO keys VALUES (?, ?)", (realm, key))
 
-    async def keys(self) -> list[bytes]:
-        return [row[0] for row in await self._do(lambda: self._db.execute("SELECT key FROM keys").fetchall())]
+    async def keys(self) -> dict[bytes, bytes]:
+        """Return all saved keys by their realms."""
+        return dict(await self._do(lambda: self._db.execute("SELECT realm, key FROM keys").fetchall()))
 
     async def save_shares(self, job: bytes, shares: Sequence[bytes], kind: str = "share") -> None:
         """Save this node's shares of a key, as a witness. `kind`: `share`, or `secrets-share` of the key of secrets."""

@@ -358,7 +358,7 @@ async def test_records_are_saved_all_or_none(tmp_path: Path) -> None:
     try:
         with pytest.raises(sqlite3.IntegrityError):
             await journal._write("INSERT INTO keys VALUES (?, ?)", (b"a", b"key"), (b"a", b"again"))
-        assert await journal.keys() == []
+        assert await journal.keys() == {}
     finally:
         await journal.close()
 
@@ -373,10 +373,10 @@ async def test_keys_and_shares_are_private_and_survive_restarts(tmp_path: Path) 
         await journal.save_shares(b"j" * 16, [b"one", b"two"])
         assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
         await journal.close()
-    await journal_is(path, [b"key"], {b"j" * 16: [b"one", b"two"]})
+    await journal_is(path, {b"realm": b"key"}, {b"j" * 16: [b"one", b"two"]})
 
 
-async def journal_is(path: Path, keys: list[bytes], shares: dict[bytes, list[bytes]]) -> None:
+async def journal_is(path: Path, keys: dict[bytes, bytes], shares: dict[bytes, list[bytes]]) -> None:
     journal = Journal(path)
     await journal.open()
     assert await journal.keys() == keys and await journal.shares() == shares

@@ -27,8 +27,10 @@ from mesh.model.record import Config, JobRecord, Voter
 from mesh.model.secrets import Lock
 from mesh.model.spec import JobSpec, format_job
 from mesh.rpc.client import PeerClient, PeerError
+from mesh.util.remembered import Remembered
 
 ANSWER_S = 3.0
+CIPHERS = 256  # kept ready in memory, of the keys that were used last; a cipher takes 3 KiB (own choice)
 SPLITS_KEPT = 3  # of one job: the latest may not have reached a majority
 
 log = logging.getLogger(__name__)
@@ -79,14 +81,15 @@ class Keyring:
         self._rules, self._group, self._kind = rules, group, kind
         self._identity, self._me = identity, identity.node_id
         self._peers, self._journal, self._participant, self._others = peers, journal, participant, others
-        self._ciphers: dict[bytes, StateCipher] = {}
+        self._keys: dict[bytes, bytes] = {}  # by realm
+        self._ciphers = Remembered[bytes, StateCipher](CIPHERS)
         self._shares: dict[bytes, tuple[Share, ...]] = {}  # of jobs that this node witnesses since later
         self._shared: dict[bytes, frozenset[Voter]] = {}
         self._sharing: dict[bytes, asyncio.Task[None]] = {}
 
     async def restore(self) -> None:
         if self._kind.kept:
-            self._ciphers = {cipher.realm: cipher for cipher in map(StateCipher, await self._journal.keys())}
+            self._keys = await self._journal.keys()
         shares = await self._journal.shares(self._kind.share_call)
         self._shares = {job: tuple(map(decode_share, found)) for job, found in shares.items()}
 
@@ -102,12 +105,17 @@ class Keyring:
         return await self._keep(StateCipher.generate())
 
     def known(self, realm: bytes) -> StateCipher | None:
-        return self._ciphers.get(realm)
+        cipher, key = self._ciphers.get(realm), self._keys.get(realm)
+        if cipher is None and key is not None:
+            cipher = StateCipher(key)
+            self._ciphers.keep(realm, cipher)
+        return cipher
 
     def forget(self, spec: JobSpec) -> None:
         """Forget the key of a job that does not run here any more, unless it is kept."""
         lock = self._kind.lock(spec)
         if lock is not None and not self._kind.kept:
+            self._keys.pop(lock.realm, None)
             self._ciphers.pop(lock.realm, None)
 
     async def cipher(self, job: bytes, spec: JobSpec, group: Iterable[NodeId] = ()) -> StateCipher | None:
@@ -115,7 +123,7 @@ class Keyring:
         lock = self._kind.lock(spec)
         if lock is None:
             return None
-        known = self._ciphers.get(lock.realm)
+        known = self.known(lock.realm)
         if known is not None:
             return known
         shares = list(self._own(job))
@@ -162,10 +170,10 @@ class Keyring:
                 call.cancel()
 
     async def _keep(self, cipher: StateCipher) -> StateCipher:
-        if cipher.realm not in self._ciphers:
+        if cipher.realm not in self._keys:
             if self._kind.kept:
                 await self._journal.save_key(cipher.realm, cipher.key)
-            self._ciphers[cipher.realm] = cipher
+            self._keys[cipher.realm] = cipher.key
         return cipher
 
     # --- for others
@@ -180,7 +188,7 @@ class Keyring:
         lock = self._kind.lock(spec) if spec is not None else None
         if spec is None or lock is None or not self._rules.may_read(caller.node_id, spec):
             return None
-        node, cipher = caller.node_id, self._ciphers.get(lock.realm)
+        node, cipher = caller.node_id, self.known(lock.realm)
         whole = Held(tuple(self._own(job)), cipher.key if cipher is not None else b"")
         if self._rules.is_user(caller, spec.user_key):
             return whole
@@ -210,7 +218,7 @@ class Keyring:
             self._shared.pop(job, None)
             return
         config, before = runner.config, self._shared.get(job, frozenset(runner.spec.witnesses))
-        cipher = self._ciphers.get(lock.realm)
+        cipher = self.known(lock.realm)
         if cipher is None or config.previous or job in self._sharing or before == set(config.members):
             return
         task = asyncio.create_task(self.share_with_witnesses(job, cipher, config), name=f"share {format_job(job)[:8]}")

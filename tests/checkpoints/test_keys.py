@@ -260,8 +260,19 @@ async def test_no_shares_are_given_while_the_group_changes(campus: Campus) -> No
     assert not campus.rings["D"]._sharing
 
 
+async def test_few_of_many_keys_are_ready_in_memory(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.checkpoints.keys.CIPHERS", 2)
+    await campus.boot("A")
+    ring = campus.rings["A"]
+    made = [await ring.create() for _ in range(5)]
+    for cipher in (*made, *made):
+        known = ring.known(cipher.realm)
+        assert known is not None and known.key == cipher.key
+    assert len(ring._ciphers) == 2 and ring.known(b"r" * 32) is None
+
+
 async def test_half_of_a_group_does_not_give_the_key(campus: Campus) -> None:
-    campus.rings["A"]._ciphers[campus.cipher.realm] = campus.cipher
+    campus.rings["A"]._keys[campus.cipher.realm] = campus.cipher.key
     for name in "ABCE":
         campus.witness(name, "ABCE", holder="D" if name in "AB" else None)
     assert await campus.rings["A"].held_for(JOB, campus.credentials("D")) is None
@@ -328,7 +339,7 @@ class Runs:
 
 async def test_all_of_the_key_goes_only_to_a_runner_of_a_majority(campus: Campus) -> None:
     """The submitter's node is a witness, too, and has the whole key; what it alone has accepted is not enough."""
-    campus.rings["A"]._ciphers[campus.cipher.realm] = campus.cipher
+    campus.rings["A"]._keys[campus.cipher.realm] = campus.cipher.key
     campus.witness("A", "ABC", holder="E")
     assert await campus.rings["A"].held_for(JOB, campus.credentials("E")) is None
     held = await campus.rings["A"].held_for(JOB, campus.credentials("D"))
