@@ -1,20 +1,38 @@
 """A hostile member that attacks the store of a peer: refused, counted and reported by name, without loss."""
 
+import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from ckptstore.cipher import StateCipher
 from ckptstore.codec import ZSTD, Encoding, encode
 from ckptstore.messages import ChunkRequest, MissingQuery, encode_chunk_request, encode_missing_query
 from ckptstore.pack import chunk_name, encode_header, wrap
+from membership.config import SwimConfig
 from membership.identity import Identity
+from membership.node import MembershipNode
 from membership.trust import TrustStore
-from mesh.daemon.stack import Stack, StackNode
+from mesh.consensus.status import JobStatus, decode_status, encode_status
+from mesh.daemon.stack import LOOPBACK, Stack, StackNode
+from mesh.model.record import Outcome
 from mesh.rpc.client import Address, PeerClient, PeerError
 from tests.ckptstore.worlds import frame
-from tests.e2e.commands import ok, read, running_with_checkpoint, submit_count, until
+from tests.e2e.commands import (
+    ENDLESS,
+    WAIT_S,
+    finished,
+    job_state,
+    ok,
+    read,
+    running_with_checkpoint,
+    submit_count,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -99,3 +117,60 @@ async def test_hostile_member_is_refused_counted_and_reported(make_stack: Callab
     assert read(witness, "ckpt", "verify")["bad_chunks"] == 0
     assert running_with_checkpoint(victim, job)["state"] == "running"
     ok(victim, "cancel", job)
+
+
+async def test_false_status_neither_starts_nor_fails_jobs_that_wait(make_stack: Callable[..., Stack]) -> None:
+    stack = make_stack(5)
+    first = submit_count(stack.nodes[0], ENDLESS)
+    state = running_with_checkpoint(stack.nodes[0], first)
+    then = ok(stack.nodes[0], "submit", "--after", first, "--", "true").strip()
+    busy = {state["node"], *state["witnesses"], stack.nodes[0].nick}
+    evil = next(node for node in stack.nodes if node.nick not in busy)
+    host = stack.node(state["node"])
+    ok(evil, "down")
+    for kind in ("done", "failed"):
+        async with member(evil, stack.nodes[0]) as liar:
+            section = f"jobs/{first}"
+            true = await told(liar, section)
+            outcome = Outcome(kind, "so says mallory", None, None, (), int(time.time() * 1000))
+            false = msgspec.structs.replace(true, state=kind, rank=(1, 1 << 40, 0, 0), outcome=outcome)
+            liar.publish(section, encode_status(false), 60.0)
+            await asyncio.to_thread(until, lambda kind=kind: job_state(stack.nodes[0], first)["state"] == kind, kind)
+            since = step_of(host, first)
+            await asyncio.to_thread(until, lambda since=since: step_of(host, first) > since + 300, "more steps")
+            assert job_state(stack.nodes[0], then)["state"] == "pending"
+    ok(stack.nodes[0], "cancel", first)  # the last false status is still there
+    ended = await asyncio.to_thread(finished, stack.nodes[0], then)
+    assert ended["outcome"]["kind"] == "failed" and "has been cancelled" in ended["outcome"]["detail"]
+
+
+@asynccontextmanager
+async def member(node: StackNode, known: StackNode) -> AsyncIterator[MembershipNode]:
+    """Take part in the gossip with the key of a member whose daemon has stopped."""
+    seed = read(known, "status")["address"]
+    trust = TrustStore(node.where.genesis.read_bytes())
+    identity, chain = Identity.load(node.where.key), node.where.chain.read_bytes()
+    liar = MembershipNode(
+        identity, trust, chain, SwimConfig.local(), node.where.gossip, bind_host=LOOPBACK, port=0, seeds=[seed]
+    )
+    await liar.start()
+    try:
+        yield liar
+    finally:
+        await liar.stop()
+
+
+async def told(node: MembershipNode, section: str) -> JobStatus:
+    """Return what an honest node publishes of a job."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            found = [decode_status(record.body) for record in node.records(section)]
+            if status := next(filter(None, found), None):
+                return status
+            await asyncio.sleep(0.1)
+
+
+def step_of(host: StackNode, job: str) -> int:
+    """Return the step that a guest has told its host."""
+    (told,) = (host.where.jobs / job).glob("*/ctl/progress.json")
+    return int(msgspec.json.decode(told.read_bytes())["step"])

@@ -187,8 +187,11 @@ class JobHandlers:
             over = status.outcome is not None
             if not over:
                 self._lookup.check_owner(status)
-                nodes = [*([status.runner] if status.runner is not None else []), *status.witnesses, status.submitter]
-                self._jobs.cancel(status.job, self._membership.credentials.user, nodes)
+            views = self._jobs.job_table.views_of(status.job)
+            going = [view for view in views if view.outcome is None and view.user == self._lookup.user]
+            if going:  # though a false view may say that it is over
+                known = {node for view in going for node in (view.runner, *view.witnesses, view.submitter)}
+                self._jobs.cancel(status.job, self._lookup.user, sorted(filter(None, known)))
             state = status.state if over else "cancelling"
             rows.append(schemas.jobs.Cancelled(job=format_job(status.job), state=state, already=over))
         await asyncio.gather(*(self._submissions.withdraw(status.job) for status in found))
