@@ -1,17 +1,12 @@
-"""Pruning: which manifests a node's store no longer needs. Pure, but for the store that it is given.
+"""Pruning: which manifests a node's store no longer needs. No I/O.
 
 What nodes publish only hints at what can go: any member can publish it. The records of the job's witnesses decide.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckptstore.store import ManifestInfo
 from mesh.consensus.status import JobStatus
-
-
-class PrunedStore(Protocol):
-    def forget_old(self, job: bytes, needed: Collection[int]) -> list[bytes]: ...
 
 
 def with_superseded(views: Mapping[bytes, Collection[JobStatus]], infos: Iterable[ManifestInfo]) -> list[bytes]:
@@ -33,17 +28,6 @@ def needed_by_all(records: Collection[Collection[int]]) -> frozenset[int]:
     """Return the numbers of checkpoints that one of these records needs, up to where the record that is furthest behind is."""
     newest = min((max(needed, default=0) for needed in records), default=0)
     return frozenset(number for needed in records for number in needed if number <= newest)
-
-
-def forget_superseded(
-    store: PrunedStore, needed: Mapping[bytes, Collection[int]], infos: Sequence[ManifestInfo]
-) -> list[bytes]:
-    """Forget the checkpoints among `infos` that their jobs cannot need any more; return the forgotten ids."""
-    forgotten = []
-    for job in dict.fromkeys(info.job for info in infos):
-        if job in needed:
-            forgotten += store.forget_old(job, needed[job])
-    return forgotten
 
 
 def longest_over(infos: Iterable[ManifestInfo], since: Mapping[bytes, float], excess: int) -> Iterator[ManifestInfo]:

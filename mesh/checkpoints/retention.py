@@ -14,14 +14,17 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from ckptstore.store import ManifestInfo, Store
-from mesh.checkpoints.pruning import forget_superseded, longest_over, with_superseded
+from mesh.checkpoints.pruning import longest_over, with_superseded
 from mesh.consensus.status import JobStatus, is_over
 from mesh.journal import Journal
 from mesh.model.spec import format_job
+from mesh.util.backoff import Backoff
+from mesh.util.few_at_once import few_at_once
 
 COLLECT_MIN_AGE_S = 900.0  # longer than from the last chunk of an upload to its manifest; kopia uses 24 h, over WANs
 FULL_SHARE = 0.9  # of what the store may take, or of its disk (own choice)
-ASKED = 64  # jobs whose witnesses are asked in one round (own choice)
+ASKED, AT_ONCE = 64, 4  # jobs whose witnesses are asked in one round, and at the same time (own choice)
+SILENT_S, SILENT_MAX_S = 120.0, 3600.0  # that a job is not asked about again after no answer (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +41,26 @@ class Retention:
         self, store: Store, journal: Journal, keep_s: float, needed: Callable[[bytes], Awaitable[Collection[int]]]
     ) -> None:
         self._store, self._journal, self._keep_s, self._needed = store, journal, keep_s, needed
+        self._silent = Backoff[bytes](SILENT_S, SILENT_MAX_S)  # jobs whose witnesses did not answer
         self._over: dict[bytes, float] = {}  # end (Unix time) of finished jobs with data here
 
     async def restore(self) -> None:
         self._over = {job: unix_ms / 1000 for job, unix_ms in (await self._journal.ended()).items()}
 
-    async def tidy(self, views: Views, now_unix: float) -> None:
-        """Free space, given what nodes publish of all known jobs."""
+    async def tidy(self, views: Views, now_unix: float, now_s: float) -> None:
+        """Free space, given what nodes publish of all known jobs. `now_s`: by a clock that nobody sets."""
         infos = await asyncio.to_thread(self._store.manifests)
-        await self._note(views, {info.job for info in infos}, now_unix)
-        hinted = with_superseded(views, infos)
+        here = {info.job for info in infos}
+        await self._note(views, here, now_unix)
+        self._silent.keep_only(here)
+        hinted = [job for job in with_superseded(views, infos) if self._silent.is_due(job, now_s)]
         asked = random.sample(hinted, min(ASKED, len(hinted)))  # false hints must not keep true ones waiting
-        needed = dict(zip(asked, await asyncio.gather(*map(self._needed, asked)), strict=True))
+        needed = await few_at_once(AT_ONCE, self._needed, asked)
+        for job, numbers in needed.items():
+            if numbers:
+                self._silent.forget(job)
+            else:
+                self._silent.failed(job, now_s)
         await asyncio.to_thread(self._remove, needed, infos, now_unix)
 
     async def _note(self, views: Views, here: set[bytes], now_unix: float) -> None:
@@ -64,7 +75,8 @@ class Retention:
         self._over = {job: at for job, at in self._over.items() if job not in gone} | dict.fromkeys(new, now_unix)
 
     def _remove(self, needed: Mapping[bytes, Collection[int]], infos: Sequence[ManifestInfo], now_unix: float) -> None:
-        forget_superseded(self._store, needed, infos)
+        for job, numbers in needed.items():
+            self._store.forget_old(job, numbers)
         since = {job: at for job, at in self._over.items() if at <= now_unix - self._keep_s}
         for info in longest_over(infos, since, excess_bytes(self._store)):
             days = (now_unix - since[info.job]) / 86_400

@@ -18,9 +18,12 @@ from ckptstore.store import Store
 from mesh.consensus.status import JobStatus, is_over
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec
+from mesh.util.backoff import Backoff
+from mesh.util.few_at_once import few_at_once
 
 UNNAMED_S = 86_400.0  # longer than any upload before its job is submitted (own choice)
-ASKED = 16  # descriptions in one round (own choice)
+ASKED, AT_ONCE = 16, 4  # jobs whose description is asked for in one round, and at the same time (own choice)
+FALSE_S, FALSE_MAX_S = 120.0, 3600.0  # that a hint which no description confirmed is not followed again (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class Workdirs:
         # By working directory: each job, and since when it is over.
         self._links: dict[bytes, dict[bytes, float | None]] = {}
         self._unnamed: dict[bytes, float] = {}  # since when, by the monotonic clock
+        self._unconfirmed = Backoff[tuple[bytes, bytes]](FALSE_S, FALSE_MAX_S)  # hints: job, working directory
 
     async def restore(self) -> None:
         for workdir, job, over_ms in await self._journal.workdirs():
@@ -57,7 +61,7 @@ class Workdirs:
         """Remove what no job needs. `now_s`: by a clock that nobody sets."""
         infos = await asyncio.to_thread(self._store.manifests)
         users = {info.id: info.user for info in infos if info.kind == "workdir"}
-        await self._follow_hints(users)
+        await self._follow_hints(users, now_s)
         for workdir, job, over in self._changed_ends(now_unix):
             await self._link(workdir, job, over)
         # Until here jobs may have been named. From here to the last removal nothing else runs.
@@ -79,13 +83,19 @@ class Workdirs:
             return all(over is not None and over <= now_unix - self._keep_s for over in jobs.values())
         return self._unnamed.get(workdir, now_s) <= now_s - UNNAMED_S
 
-    async def _follow_hints(self, users: Mapping[bytes, str]) -> None:
+    async def _follow_hints(self, users: Mapping[bytes, str], now_s: float) -> None:
         named = {(job, view.workdir) for job, views in self._views().items() for view in views if view.workdir in users}
-        new = [(job, one) for job, one in named if one is not None and job not in self._links.get(one, ())]
-        for job, workdir in random.sample(new, min(ASKED, len(new))):  # false hints must not keep true ones waiting
-            spec = await self._describe(job)
+        new = {(job, one) for job, one in named if one is not None and job not in self._links.get(one, ())}
+        self._unconfirmed.keep_only(new)
+        due = [hint for hint in new if self._unconfirmed.is_due(hint, now_s)]
+        followed = random.sample(due, min(ASKED, len(due)))  # false hints must not keep true ones waiting
+        specs = await few_at_once(AT_ONCE, self._describe, {job for job, _ in followed})
+        for job, workdir in followed:
+            spec = specs[job]
             if spec is not None and (spec.workdir, spec.user) == (workdir, users[workdir]):
                 await self._link(workdir, job, None)
+            else:
+                self._unconfirmed.failed((job, workdir), now_s)
 
     def _changed_ends(self, now_unix: float) -> list[tuple[bytes, bytes, float | None]]:
         views, ends = self._views(), self._ends()

@@ -103,7 +103,7 @@ from placement.schedule import Rates
 
 LOOK_SHARE = 10  # building views takes at most one part in so many of a node's time (own choice)
 MESSAGE_TIMEOUT_S = 3.0  # then the cores send again: `leader.ANSWER_S`
-COLLECT_EVERY_S = 60.0
+UPKEEP_EVERY_S, TIDY_EVERY_S = 1.0, 60.0
 UPKEPT = 100  # jobs that do not run here, looked at in a second, each in its turn (own choice)
 CLOCKS_EVERY_S = 1.0  # between two looks while nothing else happens (own choice)
 KILL_AFTER_GRACE_S = 30.0  # for the last upload of a guest that was given notice
@@ -298,6 +298,7 @@ class JobService:
             group.create_task(self._watch_clocks(), name="job clocks")
             group.create_task(self._watch_mesh(), name="job view")
             group.create_task(self._upkeep(), name="job upkeep")
+            group.create_task(self._tidy_now_and_then(), name="job tidying")
             group.create_task(self._ship_logs(), name="job logs")
             group.create_task(self._mark_logs(), name="times of job logs")
 
@@ -342,9 +343,9 @@ class JobService:
         return outputs
 
     async def _upkeep(self) -> None:
-        collect_at, turn = time.monotonic() + COLLECT_EVERY_S, 0
+        turn = 0
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(UPKEEP_EVERY_S)
             runners = self.participant.runners
             others = [job for job in self.archive.current(time.time()) if job not in runners]
             due = others[turn : turn + UPKEPT]
@@ -361,14 +362,17 @@ class JobService:
             self._awaited_ends.look()
             if self.job_table.waiting:
                 self.views_changed()
-            if time.monotonic() >= collect_at:
-                collect_at = time.monotonic() + COLLECT_EVERY_S
-                await self._tidy()
+
+    async def _tidy_now_and_then(self) -> None:
+        """Tidy apart from the upkeep: a round asks other nodes, which may not answer."""
+        while True:
+            await asyncio.sleep(TIDY_EVERY_S)
+            await self._tidy()
 
     async def _tidy(self) -> None:
         """Remove what jobs have left. The next round repeats a step that failed; a journal that cannot write ends the node."""
         steps: tuple[Callable[[], Awaitable[object]], ...] = (
-            lambda: self._retention.tidy(self.job_table.views(), time.time()),
+            lambda: self._retention.tidy(self.job_table.views(), time.time(), time.monotonic()),
             lambda: self.workdirs.tidy(time.time(), time.monotonic()),
             lambda: asyncio.to_thread(self.logs.trim, set(self.attempts)),
             lambda: self.archive.archive_old({*self.attempts, *self._submissions}, time.time()),

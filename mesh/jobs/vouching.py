@@ -39,7 +39,7 @@ from mesh.util.remembered import Remembered
 ANSWER_S = 3.0
 REMEMBERED = 1024  # answers, groups and descriptions (own choice)
 MOST_WAITING = 64  # starts that wait for an answer; more are turned away (own choice)
-AT_ONCE = 16  # jobs asked about at the same time (own choice)
+AT_ONCE = 16  # starts and manifests judged at the same time (own choice)
 LATER_ASKED = 8  # nodes asked whether they are later witnesses (own choice)
 SPEC_ASKED = 3  # nodes asked for a description, besides the one that brings the manifest (own choice)
 
@@ -153,18 +153,21 @@ class Vouching:
         return present
 
     async def words(self, job: bytes) -> Sequence[WitnessRecord]:
-        """Return the records of most of a job's present witnesses, else of nodes that prove to be later ones; perhaps none."""
+        """Return the records of most of a job's present witnesses, else of nodes that prove to be later ones; perhaps none.
+
+        The caller bounds about how many jobs it asks at a time. It takes no turn of those that a start waits for: any member
+        can publish statuses which have this node ask silent nodes.
+        """
         spec = await self.describe(job)
         if spec is None:
             return ()
-        async with self._turns:
-            present = await self._present(job, spec)
-            if present is not None and not is_outdated(present):
-                return present[1]
-            records = present[1] if present is not None else ()
-            nodes = (*(node for record in records for node in record.config.nodes), *self._named(job))
-            proven = await self._proven(job, spec, tuple(dict.fromkeys(nodes))[:LATER_ASKED])
-            return list(proven.values()) if present is None else later_group(proven, len(spec.witnesses)) or records
+        present = await self._present(job, spec)
+        if present is not None and not is_outdated(present):
+            return present[1]
+        records = present[1] if present is not None else ()
+        nodes = (*(node for record in records for node in record.config.nodes), *self._named(job))
+        proven = await self._proven(job, spec, tuple(dict.fromkeys(nodes))[:LATER_ASKED])
+        return list(proven.values()) if present is None else later_group(proven, len(spec.witnesses)) or records
 
     async def _proven(self, job: bytes, spec: JobSpec, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:
         """Return the records of those of these nodes that are witnesses, as the warrants in each show.

@@ -5,7 +5,7 @@ from functools import partial
 from math import inf
 
 from ckptstore.replication import Settled
-from mesh.checkpoints.pruning import forget_superseded, needed_by_all, with_superseded
+from mesh.checkpoints.pruning import needed_by_all, with_superseded
 from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, Shortage
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.reports import Recopied, RunnerEvent
@@ -67,8 +67,7 @@ class KeepingNode(AskingNode):
 
     def _forget(self, job: bytes, records: Sequence[WitnessRecord]) -> None:
         """Forget the checkpoints that a job does not need any more, as its witnesses say."""
-        needed = {job: needed_by_all([known.record.needed for known in records])}
-        forget_superseded(self.store, needed, self.store.manifests(job))
+        self.store.forget_old(job, needed_by_all([known.record.needed for known in records]))
 
     def _ask_for_ends(self) -> None:
         after = may_have_ended(self.participant.leaders.values(), self.board.table)

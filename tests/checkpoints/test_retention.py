@@ -1,5 +1,6 @@
 """Retention: when space is short, checkpoints of the jobs that ended longest ago go first; those still needed stay."""
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ import pytest
 
 from ckptstore.store import Store
 from mesh.checkpoints.pruning import longest_over, needed_by_all, with_superseded
-from mesh.checkpoints.retention import COLLECT_MIN_AGE_S, FULL_SHARE, Retention, excess_bytes
+from mesh.checkpoints.retention import AT_ONCE, COLLECT_MIN_AGE_S, FULL_SHARE, SILENT_S, Retention, Views, excess_bytes
 from mesh.consensus.status import JobStatus, status_of
 from mesh.journal import Journal
 from mesh.model.record import Outcome
@@ -63,6 +64,10 @@ def make_retention(store: Store, journal: Journal, **needed: tuple[int, ...]) ->
     return Retention(store, journal, 7 * DAY_S, ask)
 
 
+async def tidy(retention: Retention, views: Views, now: float) -> None:
+    await retention.tidy(views, now, now)
+
+
 def told(job: bytes, over: bool = True, needed: tuple[int, ...] = ()) -> JobStatus:
     outcome = Outcome("done", "exit 0", 0, None, (), int(NOW * 1000)) if over else None
     status = status_of(job, make_witness(), None, "running", "", None)
@@ -80,25 +85,25 @@ def fill(store: Store) -> None:
 
 async def test_all_checkpoints_stay_while_space_is_free(retention: Retention, store: Store) -> None:
     statuses = {job: [told(job)] for job in (ONE, TWO, THREE)}
-    await retention.tidy(statuses, NOW)
-    await retention.tidy(statuses, NOW + 1000 * DAY_S)
+    await tidy(retention, statuses, NOW)
+    await tidy(retention, statuses, NOW + 1000 * DAY_S)
     assert kept(store) == {ONE, TWO, THREE}
 
 
 async def test_job_that_ended_first_is_dropped_first_and_no_more_than_needed(
     retention: Retention, store: Store
 ) -> None:
-    await retention.tidy({ONE: [told(ONE)], TWO: [told(TWO, over=False)]}, NOW)
-    await retention.tidy({ONE: [told(ONE)], TWO: [told(TWO)]}, NOW + DAY_S)
+    await tidy(retention, {ONE: [told(ONE)], TWO: [told(TWO, over=False)]}, NOW)
+    await tidy(retention, {ONE: [told(ONE)], TWO: [told(TWO)]}, NOW + DAY_S)
     fill(store)
     before = store.stored_bytes()
-    await retention.tidy({}, NOW + 30 * DAY_S)
+    await tidy(retention, {}, NOW + 30 * DAY_S)
     assert kept(store) == {TWO, THREE} and store.stored_bytes() < before, "the space is freed at once"
     fill(store)
-    await retention.tidy({}, NOW + 30 * DAY_S)
+    await tidy(retention, {}, NOW + 30 * DAY_S)
     assert kept(store) == {THREE}, "no status reports the end of job three"
     fill(store)
-    await retention.tidy({}, NOW + 1000 * DAY_S)
+    await tidy(retention, {}, NOW + 1000 * DAY_S)
     assert kept(store) == {THREE}
 
 
@@ -108,47 +113,47 @@ async def test_space_of_young_packs_is_not_freed_yet(retention: Retention, store
     saved = save(store, tmp_path / "in", job=b"4" * 16)
     store.forget(saved.id)
     before = store.stored_bytes()
-    await retention.tidy({}, NOW)
+    await tidy(retention, {}, NOW)
     assert store.stored_bytes() == before
     age(store)
-    await retention.tidy({}, NOW)
+    await tidy(retention, {}, NOW)
     assert store.stored_bytes() < before - BYTES / 2
 
 
 async def test_recently_ended_job_stays_even_when_space_is_short(retention: Retention, store: Store) -> None:
     store.quota_bytes = 1
     statuses = {job: [told(job)] for job in (ONE, TWO, THREE)}
-    await retention.tidy(statuses, NOW)
-    await retention.tidy(statuses, NOW + 7 * DAY_S - 1)
+    await tidy(retention, statuses, NOW)
+    await tidy(retention, statuses, NOW + 7 * DAY_S - 1)
     assert kept(store) == {ONE, TWO, THREE}
-    await retention.tidy({}, NOW + 7 * DAY_S)
+    await tidy(retention, {}, NOW + 7 * DAY_S)
     assert kept(store) == set()
 
 
 async def test_job_reported_as_running_again_is_kept(retention: Retention, store: Store) -> None:
     store.quota_bytes = 1
-    await retention.tidy({ONE: [told(ONE)]}, NOW)
-    await retention.tidy({ONE: [told(ONE, over=False)]}, NOW + DAY_S)
-    await retention.tidy({}, NOW + 50 * DAY_S)
+    await tidy(retention, {ONE: [told(ONE)]}, NOW)
+    await tidy(retention, {ONE: [told(ONE, over=False)]}, NOW + DAY_S)
+    await tidy(retention, {}, NOW + 50 * DAY_S)
     assert ONE in kept(store)
 
 
 async def test_jobs_submitted_on_this_node_are_kept(retention: Retention, store: Store, journal: Journal) -> None:
     store.quota_bytes = 1
     await journal.save_submitted(ONE, b"its description")
-    await retention.tidy({ONE: [told(ONE)], TWO: [told(TWO)]}, NOW)
-    await retention.tidy({}, NOW + 50 * DAY_S)
+    await tidy(retention, {ONE: [told(ONE)], TWO: [told(TWO)]}, NOW)
+    await tidy(retention, {}, NOW + 50 * DAY_S)
     assert kept(store) == {ONE, THREE}
 
 
 async def test_end_times_of_jobs_survive_a_restart(retention: Retention, store: Store, journal: Journal) -> None:
     store.quota_bytes = 1
-    await retention.tidy({ONE: [told(ONE)]}, NOW)
+    await tidy(retention, {ONE: [told(ONE)]}, NOW)
     standby = make_retention(store, journal)
     await standby.restore()
-    await standby.tidy({}, NOW + 7 * DAY_S)
+    await tidy(standby, {}, NOW + 7 * DAY_S)
     assert kept(store) == {TWO, THREE}
-    await standby.tidy({}, NOW + 7 * DAY_S)
+    await tidy(standby, {}, NOW + 7 * DAY_S)
     assert await journal.ended() == {}, "the journal forgets a job without checkpoints here"
 
 
@@ -157,7 +162,7 @@ async def test_superseded_checkpoints_are_dropped_at_once(store: Store, journal:
         save(store, tmp_path / "in", job=ONE, seq=seq)
         save(store, tmp_path / "in", job=TWO, seq=seq)
     retention = make_retention(store, journal, job1=(2, 3))
-    await retention.tidy({ONE: [told(ONE, over=False, needed=(2, 3))]}, NOW)
+    await tidy(retention, {ONE: [told(ONE, over=False, needed=(2, 3))]}, NOW)
     assert [info.seq for info in store.manifests(ONE)] == [2, 3]
     assert [info.seq for info in store.manifests(TWO)] == [1, 2, 3], "no status tells what job two needs"
 
@@ -167,16 +172,52 @@ async def test_status_alone_has_nothing_forgotten(store: Store, journal: Journal
     for seq in (2, 3):
         save(store, tmp_path / "in", job=ONE, seq=seq)
     false = told(ONE, over=False, needed=(2**30,))
-    await make_retention(store, journal).tidy({ONE: [false]}, NOW)
+    await tidy(make_retention(store, journal), {ONE: [false]}, NOW)
     assert [info.seq for info in store.manifests(ONE)] == [1, 2, 3], "its witnesses do not answer"
-    await make_retention(store, journal, job1=(1, 2)).tidy({ONE: [false, told(ONE, over=False)]}, NOW)
+    await tidy(make_retention(store, journal, job1=(1, 2)), {ONE: [false, told(ONE, over=False)]}, NOW)
     assert [info.seq for info in store.manifests(ONE)] == [1, 2, 3], "its witnesses know better"
+
+
+async def test_silent_witnesses_are_asked_ever_more_rarely(store: Store, journal: Journal, tmp_path: Path) -> None:
+    save(store, tmp_path / "in", job=ONE, seq=2)
+    asked, answer = list[float](), set[int]()
+
+    async def ask(job: bytes) -> set[int]:
+        asked.append(now)
+        return answer
+
+    retention, views = Retention(store, journal, 7 * DAY_S, ask), {ONE: [told(ONE, over=False, needed=(2,))]}
+    for now in (0.0, SILENT_S - 1, SILENT_S, 3 * SILENT_S - 1, 3 * SILENT_S):
+        await tidy(retention, views, now)
+    assert asked == [0.0, SILENT_S, 3 * SILENT_S]
+    answer.add(1)
+    for now in (10 * SILENT_S, 10 * SILENT_S + 60):
+        await tidy(retention, views, now)
+    assert asked[3:] == [10 * SILENT_S, 10 * SILENT_S + 60], "they answer"
+
+
+async def test_few_jobs_are_asked_about_at_the_same_time(store: Store, journal: Journal, tmp_path: Path) -> None:
+    jobs = [name * 16 for name in (b"4", b"5", b"6", b"7", b"8", b"9")]
+    for job in jobs:
+        save(store, tmp_path / "in", job=job, seq=1)
+    waiting, most = set[bytes](), list[int]()
+
+    async def ask(job: bytes) -> set[int]:
+        waiting.add(job)
+        most.append(len(waiting))
+        await asyncio.sleep(0.01)
+        waiting.remove(job)
+        return set()
+
+    views = {job: [told(job, over=False, needed=(2,))] for job in jobs}
+    await tidy(Retention(store, journal, 7 * DAY_S, ask), views, NOW)
+    assert len(most) == len(jobs) and max(most) == AT_ONCE
 
 
 async def test_job_that_one_node_says_to_continue_is_kept(retention: Retention, store: Store) -> None:
     store.quota_bytes = 1
-    await retention.tidy({ONE: [told(ONE), told(ONE, over=False)]}, NOW)
-    await retention.tidy({}, NOW + 50 * DAY_S)
+    await tidy(retention, {ONE: [told(ONE), told(ONE, over=False)]}, NOW)
+    await tidy(retention, {}, NOW + 50 * DAY_S)
     assert ONE in kept(store)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckptstore.errors import QuotaExceeded
 from ckptstore.store import WORKDIR_SHARE, Store
-from mesh.checkpoints.workdirs import ASKED, UNNAMED_S, Workdirs
+from mesh.checkpoints.workdirs import ASKED, FALSE_S, UNNAMED_S, Workdirs
 from mesh.consensus.status import JobStatus
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec
@@ -220,6 +220,17 @@ async def test_false_hints_cost_a_bounded_number_of_questions(holder: Holder) ->
         await holder.tidy(NOW)
         rounds += 1
         assert len(holder.asked) <= rounds * ASKED and rounds < 500
+
+
+async def test_hint_that_proves_false_is_followed_ever_more_rarely(holder: Holder) -> None:
+    workdir = holder.upload()
+    holder.say(ONE, workdir, true=False)
+    for now in (0.0, FALSE_S - 1, FALSE_S, 3 * FALSE_S - 1):
+        await holder.tidy(now)
+    assert holder.asked == [ONE, ONE]
+    holder.say(ONE, workdir)
+    await holder.tidy(3 * FALSE_S)
+    assert ONE in holder.workdirs._links[workdir]
 
 
 @pytest.mark.parametrize("crash", ["before", "after"])

@@ -14,12 +14,14 @@ import pytest
 
 from ckptstore.store import Store
 from membership.identity import Identity
+from mesh.checkpoints.replicator import Replicator
 from mesh.consensus.effects import Ended, Left, Notify, SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
 from mesh.consensus.messages import Accept, Cancel, Enlist, encode_message
 from mesh.consensus.participant import STILL_ENDING, Directed
 from mesh.consensus.reports import GuestStarted, VacateWanted
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
+from mesh.jobs import service as module
 from mesh.jobs.environments import Environments
 from mesh.jobs.input_queue import BATCH, LIMIT, InputQueue, Overloaded
 from mesh.jobs.logs import JobLogs
@@ -265,6 +267,35 @@ async def test_step_of_the_upkeep_that_fails_ends_no_other(
     monkeypatch.setattr(jobs._retention, "tidy", failing("save", JournalError("it cannot write")))
     with pytest.raises(JournalError):
         await jobs._tidy()
+
+
+async def test_upkeep_goes_on_while_tidying_waits_for_nodes_that_do_not_answer(
+    jobs: JobService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UPKEEP_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "TIDY_EVERY_S", 0.02)
+    monkeypatch.setattr(Replicator, "budget_bps", 0.0)
+    rounds, begun, again = 0, asyncio.Event(), asyncio.Event()
+
+    def look(*given: object) -> None:
+        nonlocal rounds
+        rounds += begun.is_set()
+        if rounds == 3:
+            again.set()
+
+    async def tidy(*given: object) -> None:
+        assert not begun.is_set(), "one round at a time"
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(jobs._repair, "look", look)
+    monkeypatch.setattr(jobs._retention, "tidy", tidy)
+    running = asyncio.create_task(jobs.run())
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.wait([running, asyncio.create_task(again.wait())], return_when=asyncio.FIRST_COMPLETED)
+    assert again.is_set(), running.exception()
+    running.cancel()
+    await asyncio.wait([running])
 
 
 class Removed:

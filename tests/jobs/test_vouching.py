@@ -17,7 +17,7 @@ from mesh.consensus.messages import Accept, Introduce, MakeRoom
 from mesh.consensus.participant import Participant
 from mesh.consensus.status import status_of
 from mesh.jobs.job_table import JobTable
-from mesh.jobs.vouching import MOST_WAITING, REMEMBERED, Refused, Vouching
+from mesh.jobs.vouching import AT_ONCE, MOST_WAITING, REMEMBERED, Refused, Vouching
 from mesh.model.record import Attempt, Config, JobRecord
 from mesh.model.spec import JobSpec, SpecError
 from mesh.rpc.client import PeerError
@@ -313,6 +313,15 @@ async def test_later_witnesses_are_asked_while_most_of_the_first_are_lost() -> N
     assert await node.vouching.words(JOB) == [later]
     node.peers.records = {D: msgspec.structs.replace(later, job=b"k" * 16)}
     assert await node.vouching.words(JOB) == []
+
+
+async def test_question_that_no_start_depends_on_takes_no_turn_of_theirs() -> None:
+    """Statuses that name silent nodes have a node ask in vain for seconds."""
+    node = Node()
+    for _ in range(AT_ONCE):
+        await node.vouching._turns.acquire()
+    async with asyncio.timeout(10.0):
+        assert await node.vouching.describe(JOB, D) == SPEC and len(await node.vouching.words(JOB)) == 3
 
 
 async def test_later_group_is_heard_if_the_present_one_may_have_lost_its_memory() -> None:

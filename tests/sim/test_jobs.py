@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptstore.store import ManifestInfo
 from membership.envelope import OVERHEAD
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
@@ -48,7 +47,7 @@ from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease, StepsInLease
 from sim.protocol.membership import MembershipNode, Violation
-from sim.protocol.memory_store import MemoryStore, Saved
+from sim.protocol.memory_store import Saved
 from tests.sim.replay import digests
 from tests.sim.seeds import seeds
 
@@ -447,11 +446,12 @@ class TestNegativeControls:
         assert found(lambda seed: checked(seed, mesh=MeshPlan(gangs=0.0))).startswith("restorable")
 
     def test_pruning_that_keeps_only_what_is_newest(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def greedy(store: MemoryStore, statuses: object, infos: Sequence[ManifestInfo]) -> list[bytes]:
-            newest = {info.job: info.seq for info in infos if info.kind == "checkpoint"}
-            return [gone for job, seq in newest.items() for gone in store.forget_old(job, [seq])]
+        def greedy(self: JobNode, job: bytes, records: object) -> None:
+            self.store.forget_old(
+                job, [info.seq for info in self.store.manifests(job) if info.kind == "checkpoint"][-1:]
+            )
 
-        monkeypatch.setattr("sim.protocol.upkeep.forget_superseded", greedy)
+        monkeypatch.setattr(JobNode, "_forget", greedy)
         assert found(lambda seed: harsh(seed, broken_calls=0.3)).startswith(("restorable", "lost work"))
 
     def test_pruning_by_what_any_member_publishes(self, monkeypatch: pytest.MonkeyPatch) -> None:
