@@ -69,13 +69,12 @@ class MessageSender:
                     return  # else a message has come just now, whose `post` has found this task
             batch = next_batch(queue)
             if batch:
+                for _ in batch:  # before the call: others may be dropped while it lasts
+                    queue.popleft()
                 try:
                     await self._deliver(to, msgspec.msgpack.encode(batch))
                 except PeerError as error:
                     log.debug("messages to %s lost: %s", short_id(to), error)
-                for _ in batch:
-                    if queue:
-                        queue.popleft()
             if not queue:
                 wake.clear()
                 self._empty[to].set()

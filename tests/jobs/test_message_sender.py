@@ -84,6 +84,24 @@ async def test_slow_peer_delays_no_other_and_loses_its_oldest_messages() -> None
     await message_sender.close()
 
 
+async def test_messages_dropped_during_a_call_take_no_others_with_them() -> None:
+    road = Road()
+    road.gate.clear()
+    message_sender = MessageSender(road.deliver)
+    for number in range(QUEUE_LIMIT):
+        message_sender.post(PEER, msgspec.msgpack.encode(number))
+    async with asyncio.timeout(60):
+        while not road.calls:
+            await asyncio.sleep(0)
+    for number in range(QUEUE_LIMIT, QUEUE_LIMIT + 50):
+        message_sender.post(PEER, msgspec.msgpack.encode(number))
+    road.gate.set()
+    await message_sender.flush(60)
+    arrived = [msgspec.msgpack.decode(data) for data in road.arrived[PEER]]
+    assert message_sender.dropped == 50 - BATCH_LIMIT and len(arrived) == QUEUE_LIMIT + 50 - message_sender.dropped
+    await message_sender.close()
+
+
 def test_call_carries_a_bounded_batch_of_at_least_one_message() -> None:
     large = bytes(BATCH_BYTES)
     assert next_batch([]) == []
