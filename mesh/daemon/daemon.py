@@ -418,7 +418,7 @@ class Daemon:
         job_handlers = JobHandlers(identity, trust, membership, journal, jobs, self._submissions, lookup)
         images = ImageHandlers(self._me, membership, self._library, jobs, peers)
         secrets = SecretHandlers(SecretVault(self._layout.secrets, identity), membership, settings.trusted)
-        self._delivery = OutputDelivery(journal, jobs, job_handlers.pull)
+        self._delivery = OutputDelivery(journal, jobs, job_handlers.pull, settings.keep_days * DAY_S)
         local = settings.profile == "local"
         lease_s = LOCAL_LEASE_S if local else settings.lease_s
         defaults = Defaults(settings.encrypt, settings.grace_s, lease_s, LOCAL_SETTLE_S if local else None)

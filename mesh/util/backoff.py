@@ -20,6 +20,9 @@ class Backoff(Generic[K]):
     def is_due(self, key: K, now_s: float) -> bool:
         return now_s >= self._rests.get(key, (0, 0.0, -inf))[2]
 
+    def failures(self, key: K) -> int:
+        return self._rests.get(key, (0, 0.0, 0.0))[0]
+
     def failed(self, key: K, now_s: float) -> int:
         """Let a thing rest; return how often it has failed."""
         failures, rest_s, _ = self._rests.get(key, (0, 0.0, 0.0))

@@ -17,11 +17,14 @@ from mesh.api.handlers import files, submission
 from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
-from mesh.api.handlers.submission import OutputDelivery
+from mesh.api.handlers.submission import AGAIN_MAX_S, DELIVERED_AT_ONCE, GIVEN_UP_AT, OutputDelivery
 from mesh.api.requests import SubmitOrder
 from mesh.checkpoints.replicator import FetchError, Replicator
+from mesh.journal import JournalError
+from mesh.model.record import Outcome
 from mesh.model.spec import SpecError, check_spec
 from mesh.rpc import streams
+from mesh.util.backoff import Backoff
 from mesh.util.errors import ExitCode, MeshError
 from tests.ckptstore.worlds import open_store, save, write_tree
 from tests.consensus.worlds import make_spec
@@ -159,6 +162,12 @@ async def test_log_is_read_from_a_witness_if_the_host_never_ends_its_answer(
 # --- files that a job published
 
 JOB, LATER = b"j" * 16, b"l" * 16
+NOW = 1_800_000_000.0
+KEEP_S = 7 * 86_400.0
+
+
+def ended(unix: float, manifest: bytes | None = b"m") -> Outcome:
+    return Outcome("done", "exit 0", 0, manifest, (), int(unix * 1000))
 
 
 class Finished:
@@ -168,9 +177,7 @@ class Finished:
         write_tree(directory / "in", {"weights": b"w"})
         self.store = open_store(directory / "store")
         manifest = save(self.store, directory / "in", job=JOB, prefix="out").id
-        self.status: Any = SimpleNamespace(
-            job=JOB, attempts=(), outcome=SimpleNamespace(manifest=manifest, holders=()), runner=None, commit=None
-        )
+        self.status: Any = SimpleNamespace(job=JOB, attempts=(), outcome=ended(NOW, manifest), runner=None, commit=None)
         self.problem: Exception | None = None
         self.told: list[tuple[str, str]] = []
         self.requests: list[tuple[bytes, str]] = []
@@ -188,7 +195,10 @@ class Finished:
         self.lookup.find_job = lambda text: self.status  # type: ignore[method-assign]
         handlers = JobHandlers(nothing, nothing, nothing, nothing, jobs, nothing, self.lookup)
         journal: Any = SimpleNamespace(request_output=self._request, requested_outputs=self._none)
-        self.delivery = OutputDelivery(journal, jobs, handlers.pull)
+        self.delivery = OutputDelivery(journal, jobs, handlers.pull, KEEP_S)
+
+    async def deliver(self, directory: Path) -> None:
+        await self.delivery._deliver(JOB, str(directory), self.status.outcome)
 
     async def _fetch(self, manifest: bytes, sources: list[bytes]) -> None:
         if self.problem is not None:
@@ -219,27 +229,92 @@ async def test_files_that_cannot_be_written_are_a_usage_error(finished: Finished
 
 async def test_delivery_gives_up_a_directory_that_cannot_be_written(finished: Finished, tmp_path: Path) -> None:
     (tmp_path / "afile").touch()
-    await finished.delivery._deliver(JOB, str(tmp_path / "afile" / "x"), True)
+    await finished.deliver(tmp_path / "afile" / "x")
     assert [new for new, _ in finished.told] == ["not brought home"] and finished.requests == [(JOB, "")]
 
 
 async def test_delivery_takes_any_exception_as_a_failed_try(finished: Finished, tmp_path: Path) -> None:
     finished.problem = RuntimeError("a fault of this program")
-    await finished.delivery._deliver(JOB, str(tmp_path / "home"), True)
+    await finished.deliver(tmp_path / "home")
     assert finished.requests == []
     finished.problem = None
-    await finished.delivery._deliver(JOB, str(tmp_path / "home"), True)
+    await finished.deliver(tmp_path / "home")
     assert finished.requests == [(JOB, "")] and (tmp_path / "home" / "weights").read_bytes() == b"w"
 
 
 async def test_delivery_waits_for_holders_and_reports_that_once(finished: Finished, tmp_path: Path) -> None:
     finished.problem = FetchError("none of its holders answers")
-    waits = []
     for _ in range(50):
-        await finished.delivery._deliver(JOB, str(tmp_path / "home"), True)
-        waits.append(finished.delivery._due[JOB] - time.monotonic())
-    assert waits == pytest.approx([min(2.0**tried, 256.0) for tried in range(1, 51)], abs=1.0)
+        await finished.deliver(tmp_path / "home")
+    again, now = finished.delivery._again, time.monotonic()
+    assert not again.is_due(JOB, now + AGAIN_MAX_S - 60) and again.is_due(JOB, now + AGAIN_MAX_S)
     assert [new for new, _ in finished.told] == ["not brought home yet"] and finished.requests == []
+
+
+async def test_delivery_gives_up_what_nodes_need_not_keep_any_more(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its user was away for weeks; the holders may need an hour to be found."""
+    monkeypatch.setattr(submission.time, "time", lambda: NOW + KEEP_S + 1)
+    finished.problem = FetchError("none of its holders answers")
+    await finished.delivery.want(JOB, "home")
+    for _ in range(GIVEN_UP_AT - 1):
+        await finished.deliver(tmp_path / "home")
+    assert finished.requests == [(JOB, "home")]
+    await finished.deliver(tmp_path / "home")
+    assert finished.requests[1:] == [(JOB, "")] and not finished.delivery._wanted
+    new, reason = finished.told[-1]
+    assert new == "not brought home" and "nodes keep files for 7 days after a job's end" in reason
+
+
+async def test_hopeless_deliveries_keep_no_new_one_waiting(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "LOOK_S", 0.01)
+    finished.delivery._again = Backoff(0.0, 0.0)
+    hopeless = {number.to_bytes(16): number for number in range(200)}
+    table: Any = finished.delivery._jobs.job_table
+    table |= {job: SimpleNamespace(outcome=ended(NOW + number)) for job, number in hopeless.items()}
+    table[LATER] = SimpleNamespace(outcome=ended(NOW))  # long ago
+    begun, most, came = list[str](), 0, asyncio.Event()
+
+    async def pull(job: str, directory: str) -> Any:
+        nonlocal most
+        begun.append(directory)
+        most = max(most, len(finished.delivery._delivering))
+        if directory == "new":
+            came.set()
+            return SimpleNamespace(files=1)
+        await asyncio.sleep(0.02)
+        raise MeshError("its files cannot be reached now")
+
+    finished.delivery._pull = pull
+    for job, number in hopeless.items():
+        await finished.delivery.want(job, f"{number}")
+    running = asyncio.create_task(finished.delivery.run())
+    async with asyncio.timeout(60):
+        while len(begun) < 200:
+            await asyncio.sleep(0.01)
+    await finished.delivery.want(LATER, "new")
+    async with asyncio.timeout(60):
+        await came.wait()
+    assert begun[:DELIVERED_AT_ONCE] == ["199", "198", "197", "196"] and most == DELIVERED_AT_ONCE
+    assert begun.index("new") <= 200 + 2 * DELIVERED_AT_ONCE
+    running.cancel()
+    await asyncio.wait([running])
+    assert not finished.delivery._delivering
+
+
+async def test_journal_that_cannot_write_ends_the_delivery(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "LOOK_S", 0.0)
+
+    async def fail(job: bytes, directory: str) -> None:
+        raise JournalError("the disk is full")
+
+    await finished.delivery.want(JOB, "home")
+    finished.status.outcome = ended(NOW, None)
+    finished.delivery._journal.request_output = fail  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
+        with pytest.raises(JournalError):
+            await finished.delivery.run()
 
 
 async def test_delivery_is_not_tried_before_its_time(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +324,11 @@ async def test_delivery_is_not_tried_before_its_time(finished: Finished, monkeyp
     async def deliver(job: bytes, *arguments: object) -> None:
         assert job == JOB
         tried.set()
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(finished.delivery, "_deliver", deliver)
-    finished.delivery._due[LATER] = time.monotonic() + 3600
+    for _ in range(12):
+        finished.delivery._again.failed(LATER, time.monotonic())
     for job in (LATER, JOB):
         await finished.delivery.want(job, "/home/her/results")
     running = asyncio.create_task(finished.delivery.run())

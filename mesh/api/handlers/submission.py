@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from mesh.jobs.workdir import collect_files
 from mesh.journal import Journal
 from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import MOST_LOCK_BYTES, UvProject, has_metadata
-from mesh.model.record import Voter
+from mesh.model.record import Outcome, Voter
 from mesh.model.spec import (
     JOB_ID_BYTES,
     MAX_ARRAY,
@@ -44,14 +45,17 @@ from mesh.model.spec import (
     format_job,
     placement_request,
 )
+from mesh.util.backoff import Backoff
 from mesh.util.errors import ExitCode, MeshError
 from placement.decision import cannot_ever, replica_order, witness_order
 
 WORKDIR_REPLICAS = 2
 SUBMITTED_AT_ONCE = 32  # jobs of one array
 LOOK_S = 1.0
-DOUBLINGS = 8  # of the wait between failed deliveries of one job, from LOOK_S to about four minutes (own choice)
+DELIVERED_AT_ONCE = 4  # own choice
+AGAIN_S, AGAIN_MAX_S = 2.0, 2 * 3600.0  # after a failed delivery of a job (own choice)
 TOLD_AT = 5  # failed deliveries until they are reported: half a minute, in which a new daemon finds the holders
+GIVEN_UP_AT = 12  # failed deliveries of files that nodes need not keep any more: an hour (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +70,22 @@ class Defaults(msgspec.Struct, frozen=True):
 
 
 class OutputDelivery:
-    """Writes the published files of finished jobs to the directories asked for, also after a restart."""
+    """Writes the published files of finished jobs to the directories asked for, also after a restart.
+
+    Nodes keep the files for `keep_s` after the job's end.
+    """
 
     def __init__(
         self,
         journal: Journal,
         jobs: JobService,
         pull: Callable[[str, str], Awaitable[schemas.jobs.Pulled]],
+        keep_s: float = inf,
     ) -> None:
-        self._journal, self._jobs, self._pull = journal, jobs, pull
+        self._journal, self._jobs, self._pull, self._keep_s = journal, jobs, pull, keep_s
         self._wanted: dict[bytes, str] = {}
-        self._failed: dict[bytes, int] = {}
-        self._due: dict[bytes, float] = {}
+        self._again = Backoff[bytes](AGAIN_S, AGAIN_MAX_S)
+        self._delivering: dict[bytes, asyncio.Task[None]] = {}
 
     async def want(self, job: bytes, directory: str) -> None:
         self._wanted[job] = directory
@@ -85,31 +93,52 @@ class OutputDelivery:
 
     async def run(self) -> None:
         self._wanted |= await self._journal.requested_outputs()
-        while True:
-            await asyncio.sleep(LOOK_S)
-            for job, directory in list(self._wanted.items()):
-                status = self._jobs.job_table.get(job)
-                due = time.monotonic() >= self._due.get(job, 0.0)
-                if due and status is not None and status.outcome is not None:
-                    await self._deliver(job, directory, bool(status.outcome.manifest))
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                self._look()
+        finally:
+            for task in self._delivering.values():
+                task.cancel()
+            await asyncio.gather(*self._delivering.values(), return_exceptions=True)
+            self._delivering.clear()
 
-    async def _deliver(self, job: bytes, directory: str, has_files: bool) -> None:
+    def _look(self) -> None:
+        """Begin the deliveries that are due: first those that have failed least often, of them those of the newest jobs."""
+        for job, task in list(self._delivering.items()):
+            if task.done():
+                del self._delivering[job]
+                task.result()  # the journal may be unable to write
+        found = [(job, self._jobs.job_table.get(job)) for job in self._wanted if job not in self._delivering]
+        ended = {job: status.outcome for job, status in found if status is not None and status.outcome is not None}
+        due = [job for job in ended if self._again.is_due(job, time.monotonic())]
+        due.sort(key=lambda job: (self._again.failures(job), -ended[job].ended_unix_ms))
+        for job in due[: DELIVERED_AT_ONCE - len(self._delivering)]:
+            work = self._deliver(job, self._wanted[job], ended[job])
+            self._delivering[job] = asyncio.create_task(work, name=f"deliver output of {format_job(job)[:8]}")
+
+    async def _deliver(self, job: bytes, directory: str, outcome: Outcome) -> None:
         event_log = self._jobs.event_log
         try:
-            if has_files:
+            if outcome.manifest:
                 answer = await self._pull(format_job(job), directory)
                 event_log.add(job, "state", f"{answer.files} files in {directory}", new="brought home")
         except Exception as error:  # an error of one delivery must not end the daemon
-            failed = self._failed[job] = self._failed.get(job, 0) + 1
-            usage = isinstance(error, MeshError) and error.code == ExitCode.USAGE
-            if usage or failed == TOLD_AT:
+            failed, words = self._again.failed(job, time.monotonic()), str(error)
+            given_up = isinstance(error, MeshError) and error.code == ExitCode.USAGE
+            if failed >= GIVEN_UP_AT and time.time() - outcome.ended_unix_ms / 1000 > self._keep_s:
+                given_up, words = (
+                    True,
+                    f"{words}; nodes keep files for {self._keep_s / 86_400:g} days after a job's end",
+                )
+            if given_up or failed == TOLD_AT:
                 name, trace = format_job(job)[:8], None if isinstance(error, MeshError) else error
-                log.warning("job %s: its files were not brought to %s: %s", name, directory, error, exc_info=trace)
-                event_log.add(job, "state", str(error), new="not brought home" if usage else "not brought home yet")
-            if not usage:
-                self._due[job] = time.monotonic() + LOOK_S * 2 ** min(failed, DOUBLINGS)
+                log.warning("job %s: its files were not brought to %s: %s", name, directory, words, exc_info=trace)
+                event_log.add(job, "state", words, new="not brought home" if given_up else "not brought home yet")
+            if not given_up:
                 return
         self._wanted.pop(job, None)
+        self._again.forget(job)
         await self._journal.request_output(job, "")
 
 
