@@ -57,11 +57,17 @@ class Archive:
 
     def current(self, now_unix: float) -> Iterator[bytes]:
         """Yield this witness's jobs whose status may still have to be published."""
+        going: dict[bytes, bool] = {}
         for job, witness in self._participant.witnesses.items():
             outcome = witness.witness_record.record.outcome
             ended_s = now_unix - outcome.ended_unix_ms / 1000 if outcome is not None and witness.finished else 0.0
             if ended_s <= ENDED_TOLD_S or self._job_table.own(job) is None:
                 yield job
+            elif (place := witness.spec.array) is not None:
+                if place.array not in going:
+                    going[place.array] = self._job_table.goes_on(place)
+                if going[place.array]:
+                    yield job
 
     # --- out of memory
 
@@ -87,7 +93,7 @@ class Archive:
         for ended_unix, group in sorted(over, key=lambda one: one[0]):
             if excess <= 0 or now_unix - ended_unix <= ENDED_TOLD_S:
                 return
-            if all(self._may_go(status.job, busy) for status in group):
+            if not self._job_table.goes_on(group[0].array) and all(self._may_go(one.job, busy) for one in group):
                 excess -= len(group)
                 yield group
 

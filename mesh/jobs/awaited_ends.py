@@ -1,14 +1,14 @@
-"""Awaited ends: how the jobs ended after which jobs of this node's leaders come, by the word of their witnesses.
+"""Awaited ends: how the jobs ended for which jobs of this node's leaders wait, by the word of their witnesses.
 
-A status that says so only hints at it: any member can publish one, and could start or fail the jobs of others that way. The
-places of an array are counted by statuses: a false one starts a job of it too early, and no job fails.
+They come after those jobs, or are of one array with a limit. A status that says so only hints at an end: any member can publish
+one, and could start or fail the jobs of others that way. The ends in an array are published while it goes on (`StatusGossip`),
+so that a node that starts late hears of the first ones, too.
 """
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from math import inf
 
 from membership.identity import NodeId
 from mesh.consensus.effects import WitnessRecord
@@ -19,24 +19,22 @@ from mesh.jobs.own_status import leader_acts
 from mesh.jobs.vouching import Vouching
 from mesh.model.record import OutcomeKind
 from mesh.model.spec import format_job
+from mesh.util.backoff import Backoff
 from mesh.util.task_set import TaskSet
 
-AGAIN_S = 5.0  # after no witness has confirmed an end (own choice)
+AGAIN_S, AGAIN_MAX_S = 5.0, 300.0  # after the witnesses of a job have confirmed no end (own choice)
+AT_ONCE = 16  # jobs asked about (own choice)
 
 log = logging.getLogger(__name__)
 
 
 def may_have_ended(leaders: Iterable[Leader], job_table: JobTable) -> dict[bytes, NodeId]:
-    """Return the jobs that may be over after which jobs of these leaders come, each with the submitter of one that waits for it.
-
-    The table counts the places of the arrays whose limit these leaders keep.
-    """
-    leading = [leader for leader in leaders if not leader.witness.finished]
-    job_table.await_arrays(
-        {leader.spec.array.array for leader in leading if leader.spec.array and leader.spec.array.limit}
-    )
-    waiting = [leader.spec for leader in leading if leader.spec.after and leader_acts(leader)]
-    return {job: spec.submitter for spec in waiting for job in spec.after if job_table.may_be_over(job)}
+    """Return the jobs that may be over for which jobs of these leaders wait, each with the submitter of one that waits for it."""
+    waiting = [leader.spec for leader in leaders if leader_acts(leader) and not leader.witness.finished]
+    arrays = {spec.array.array: spec.submitter for spec in waiting if spec.array is not None and spec.array.limit}
+    awaited = {job: submitter for array, submitter in arrays.items() for job in job_table.jobs_of(array)}
+    awaited |= {job: spec.submitter for spec in waiting for job in spec.after}
+    return {job: submitter for job, submitter in awaited.items() if job_table.may_be_over(job)}
 
 
 def stated_end(records: Collection[WitnessRecord]) -> OutcomeKind | None:
@@ -47,25 +45,32 @@ def stated_end(records: Collection[WitnessRecord]) -> OutcomeKind | None:
 
 
 class AwaitedEnds:
-    """`learned` is called when an end is known."""
+    """Asks about few jobs at a time, and ever more rarely about those that are not over. `learned` is called with each end."""
 
     def __init__(
         self, participant: Participant, job_table: JobTable, vouching: Vouching, learned: Callable[[], None]
     ) -> None:
         self._participant, self._job_table, self._vouching = participant, job_table, vouching
         self._learned = learned
-        self._not_before: dict[bytes, float] = {}
+        self._again = Backoff[bytes](AGAIN_S, AGAIN_MAX_S)
+        self._due: dict[bytes, NodeId] = {}  # by job, the submitter of one that waits for it
+        self._asking: set[bytes] = set()
         self._tasks = TaskSet(log)
 
     def look(self) -> None:
         """Ask about the awaited jobs that may be over. Call it now and then."""
-        after = may_have_ended(self._participant.leaders.values(), self._job_table)
-        now = time.monotonic()
-        self._not_before = {job: self._not_before.get(job, 0.0) for job in after}
-        for job, submitter in after.items():
-            if now >= self._not_before[job]:
-                self._not_before[job] = inf  # until it has been asked
-                self._tasks.start(self._ask(job, submitter), f"ask for the end of {format_job(job)[:8]}")
+        awaited, now = may_have_ended(self._participant.leaders.values(), self._job_table), time.monotonic()
+        self._again.keep_only(awaited)
+        due = [job for job in awaited if job not in self._asking and self._again.is_due(job, now)]
+        due.sort(key=self._again.failures)
+        self._due = {job: awaited[job] for job in due}
+        self._ask_next()
+
+    def _ask_next(self) -> None:
+        while self._due and len(self._asking) < AT_ONCE:
+            job = next(iter(self._due))
+            self._asking.add(job)
+            self._tasks.start(self._ask(job, self._due.pop(job)), f"ask for the end of {format_job(job)[:8]}")
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -76,8 +81,10 @@ class AwaitedEnds:
             spec = await self._vouching.describe(job, submitter)
             records = await self._vouching.words(job)
         finally:
-            self._not_before[job] = time.monotonic() + AGAIN_S
+            self._asking.remove(job)
+            self._again.failed(job, time.monotonic())  # unless it is over: then nobody asks again
         kind = stated_end(records)
         if spec is not None and kind is not None:
             self._job_table.end(job, kind, spec.array)
             self._learned()
+        self._ask_next()

@@ -1,14 +1,13 @@
 """Job table: every job that this node has heard of, each by its most advanced view."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from weakref import WeakValueDictionary
 
 from mesh.consensus.status import ArchivedJob, JobStatus, best_of
 from mesh.model.record import OutcomeKind
 from mesh.model.spec import ArrayPlace
-from mesh.util.remembered import Remembered
 from placement.advert import Advert
 from placement.preemption import RunningJob
 from placement.queue import Queue, Waiting, decayed
@@ -18,7 +17,6 @@ from placement.request import Request
 Source = bytes  # a node id; this node's own view has b""
 OWN: Source = b""
 DAY_S = 86_400
-ARRAYS_REMEMBERED = 1024  # for which no job waits here (own choice)
 
 
 class JobTable:
@@ -29,8 +27,7 @@ class JobTable:
         self._waiting: dict[bytes, Waiting] = {}
         self._ends: dict[bytes, OutcomeKind] = {}
         self._array_ends: dict[bytes, set[int]] = {}
-        self._awaited_arrays: Set[bytes] = frozenset()
-        self._said_places = Remembered[bytes, set[int]](ARRAYS_REMEMBERED)  # finished ones of other arrays
+        self._of_array = defaultdict[bytes, set[bytes]](set)  # the jobs of each array with a limit, as views name them
         self._archived: set[bytes] = set()
         self._used_before: Counter[tuple[str, int]] = Counter()  # of archived jobs, by user and day of the end
 
@@ -39,10 +36,10 @@ class JobTable:
         wait.
         """
         views = self._views.setdefault(job, {})
-        if view is None:
-            views.pop(source, None)
-        else:
+        replaced = views.pop(source, None)
+        if view is not None:
             views[source] = view
+        self._index(job, replaced, view)
         before = self._best.get(job)
         if not views:
             self._forget(job)
@@ -52,11 +49,8 @@ class JobTable:
         if best != before:
             self._announce(job)
         self._waiting.pop(job, None)
-        if view is not None and view.outcome is not None:
-            if source == OWN:
-                self.end(job, view.outcome.kind, view.array)
-            if view.array is not None:
-                self._count(view.array)
+        if source == OWN and view is not None and view.outcome is not None:
+            self.end(job, view.outcome.kind, view.array)
         if best.outcome is None and best.waiting is not None and best.waiting.job == job:
             self._waiting[job] = best.waiting
         return best.outcome is not None and (before is None or before.outcome is None)
@@ -76,11 +70,14 @@ class JobTable:
         if array is not None:
             self._array_ends.setdefault(array.array, set()).add(array.place)
 
-    def await_arrays(self, arrays: Set[bytes]) -> None:
-        """Count the places of these arrays, too, that a status has said to be finished."""
-        for array in arrays & self._said_places.keys():
-            self._array_ends.setdefault(array, set()).update(self._said_places.pop(array))
-        self._awaited_arrays = arrays
+    def jobs_of(self, array: bytes) -> Set[bytes]:
+        """Return the jobs that views put into this array, if they give it a limit."""
+        return self._of_array.get(array, frozenset())
+
+    def goes_on(self, place: ArrayPlace | None) -> bool:
+        """Tell whether other jobs of a place's array may still wait for its end: a view says that one is not over."""
+        jobs = self.jobs_of(place.array) if place is not None and place.limit else ()
+        return any(view.outcome is None for job in jobs for view in self._views[job].values())
 
     def may_be_over(self, job: bytes) -> bool:
         """Tell whether a job may be over whose end is not known: a status says so, or there is none."""
@@ -185,15 +182,20 @@ class JobTable:
         if change is not None:
             change.set()
 
-    def _count(self, place: ArrayPlace) -> None:
-        if place.array in self._awaited_arrays:
-            self._array_ends.setdefault(place.array, set()).add(place.place)
-        else:
-            places = self._said_places.get(place.array, set())
-            places.add(place.place)
-            self._said_places.keep(place.array, places)
+    def _index(self, job: bytes, replaced: JobStatus | None, view: JobStatus | None) -> None:
+        before, now = _limited_array(replaced), _limited_array(view)
+        if now is not None:
+            self._of_array[now].add(job)
+        if before is not None and before not in {now, *map(_limited_array, self._views[job].values())}:
+            self._of_array[before].discard(job)
+            if not self._of_array[before]:
+                del self._of_array[before]
 
     def _forget(self, job: bytes) -> None:
         del self._views[job]
         self._best.pop(job, None)
         self._waiting.pop(job, None)
+
+
+def _limited_array(view: JobStatus | None) -> bytes | None:
+    return view.array.array if view is not None and view.array is not None and view.array.limit else None

@@ -338,7 +338,6 @@ class JobService:
             log.exception("the view of the mesh could not be built; the next change tries again")
             return []
         outputs = self.participant.observe(view, at)
-        self._awaited_ends.look()
         self._look_s = time.monotonic() - begun
         return outputs
 

@@ -20,7 +20,8 @@ from mesh.model.spec import format_job, parse_job
 TTL_S = 3600.0
 REPEAT_S = 600.0
 NEWS_S = 30.0  # an end older than this is not urgent, and whoever should have told it has not
-ENDED_TOLD_S = 86_400.0  # that the end of a job is published; its witnesses know it for ever (`archive.py`)
+# That the end of a job is published, or while its array goes on; its witnesses know it for ever (`archive.py`).
+ENDED_TOLD_S = 86_400.0
 SAME_S, COMMITS_S = (
     5.0,
     0.5,
@@ -51,7 +52,7 @@ class StatusGossip:
         """Publish a status, unless the last one is recent enough; then a later call publishes it."""
         outcome = status.outcome
         ended_s = time.time() - outcome.ended_unix_ms / 1000 if outcome is not None else 0.0
-        if ended_s > ENDED_TOLD_S:
+        if ended_s > ENDED_TOLD_S and not self._job_table.goes_on(status.array):
             return
         before, at = self._published.get(status.job, (None, 0.0))
         now = time.monotonic()

@@ -1246,15 +1246,14 @@ class JobsWorld(MembershipWorld):
         """A malicious member publishes, as the furthest view of each job, that it has ended or needs newer checkpoints only, or
         that some nodes have its last checkpoint.
 
-        The first such member answers so as a witness, too, unless it decides alone. Where an array has a limit, the ends of its
-        jobs are counted by what nodes publish: it tells no lies about those.
+        The first such member answers so as a witness, too, unless it decides alone.
         """
         self.liar = self.liar or liar
         rng = self.streams.get("world", "rumours")
         for job, status in sorted(liar.board.table.all().items()):
-            array, witness = self.specs[job].array, liar.participant.witnesses.get(job)
-            if status.outcome is not None or (array is not None and array.limit):
+            if status.outcome is not None:
                 continue
+            witness = liar.participant.witnesses.get(job)
             kind: OutcomeKind | None = rng.choice((None, "done", "failed"))
             outcome = None if kind is None else Outcome(kind, f"{LIE} of {liar.name}", None, None, (), 0)
             needed = (max(status.needed, default=0) + rng.randint(1, 5),)

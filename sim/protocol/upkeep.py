@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
-from math import inf
 
 from ckptstore.replication import Settled
 from mesh.checkpoints.pruning import needed_by_all, with_superseded
@@ -11,7 +10,8 @@ from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.reports import Recopied, RunnerEvent
 from mesh.consensus.status import JobStatus
 from mesh.consensus.view import Instant
-from mesh.jobs.awaited_ends import AGAIN_S, may_have_ended, stated_end
+from mesh.jobs.awaited_ends import AGAIN_MAX_S, AGAIN_S, may_have_ended, stated_end
+from mesh.util.backoff import Backoff
 from sim.protocol.asking import AskingNode
 from sim.protocol.checkpoints import FetchProblem
 from sim.protocol.status_board import StatusBoard
@@ -41,7 +41,7 @@ class KeepingNode(AskingNode):
 
     def begin_upkeep(self) -> None:
         self.board, self._plan = StatusBoard(self.id, self.participant, self.core), RepairPlan(self.id, LOST_S)
-        self._ask_at: dict[bytes, float] = {}
+        self._again, self._asking = Backoff[bytes](AGAIN_S, AGAIN_MAX_S), set[bytes]()
         self._repairing, self._turn = False, self.number
         self._tidy_at = self.boot() + self.world.streams.get(self.name, "tidy").uniform(0.0, TIDY_S)
 
@@ -70,15 +70,16 @@ class KeepingNode(AskingNode):
         self.store.forget_old(job, needed_by_all([known.record.needed for known in records]))
 
     def _ask_for_ends(self) -> None:
-        after = may_have_ended(self.participant.leaders.values(), self.board.table)
-        self._ask_at = {job: self._ask_at.get(job, 0.0) for job in after}
-        for job in after:
-            if self.boot() >= self._ask_at[job]:
-                self._ask_at[job] = inf  # until it has been asked
+        awaited = may_have_ended(self.participant.leaders.values(), self.board.table)
+        self._again.keep_only(awaited)
+        for job in awaited:
+            if job not in self._asking and self._again.is_due(job, self.boot()):
+                self._asking.add(job)
                 self.words(job, partial(self._learn_end, job))
 
     def _learn_end(self, job: bytes, records: Sequence[WitnessRecord]) -> None:
-        self._ask_at[job] = self.boot() + AGAIN_S
+        self._asking.discard(job)
+        self._again.failed(job, self.boot())
         kind = stated_end(records)
         if kind is not None:
             self.board.table.end(job, kind, self.described(job).array)

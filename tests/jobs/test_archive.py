@@ -20,7 +20,7 @@ from mesh.jobs.status_gossip import ENDED_TOLD_S
 from mesh.journal import ArchivedJob, Journal
 from mesh.model.record import Attempt, Config, JobRecord, Outcome
 from mesh.model.spec import ArrayPlace, JobSpec, format_job
-from tests.consensus.worlds import DISK, SPEC_BYTES, A, B, C, at, make_spec, voters
+from tests.consensus.worlds import DISK, SPEC_BYTES, A, B, C, at, make_spec, make_witness, voters
 
 NOW = 100 * 86_400.0
 LONG_AGO = NOW - 2 * ENDED_TOLD_S
@@ -260,6 +260,23 @@ async def test_status_is_current_until_the_end_of_the_job_has_been_told(node: No
     witness = node.participant.witnesses[doubtful]
     witness.witness_record = msgspec.structs.replace(witness.witness_record, final=False)
     assert set(node.archive.current(NOW)) == {running, fresh, untold, doubtful}
+
+
+async def test_end_in_an_array_with_a_limit_is_current_while_the_array_goes_on(node: Node) -> None:
+    places = [ArrayPlace(b"a" * 16, index=place, place=place, of=4, limit=1) for place in range(4)]
+    for place in places[:3]:
+        await node.has(number(place.place), LONG_AGO, array=place)
+    await node.archive.archive_old((), NOW)
+    assert node.archive.count == 3
+    await node.archive.take_out([number(0)])
+    node.archive._taken_out.clear()
+    going = status_of(number(3), make_witness(spec=make_spec(array=places[3])), None, "running", "", None)
+    node.job_table.update(B, number(3), going)
+    assert set(node.archive.current(NOW)) == {number(0)}
+    await node.archive.archive_old((), NOW)
+    assert number(0) not in node.participant.archived
+    node.job_table.update(B, number(3), None)
+    assert not set(node.archive.current(NOW))
 
 
 async def test_archived_job_is_refused_with_its_outcome_and_never_restarted(node: Node) -> None:

@@ -1,5 +1,7 @@
 """Awaited ends: a job that waits for another goes by the word of that one's witnesses."""
 
+import asyncio
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +9,9 @@ import msgspec
 import pytest
 
 from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.view import View
 from mesh.jobs import awaited_ends
-from mesh.jobs.awaited_ends import AGAIN_S, AwaitedEnds
+from mesh.jobs.awaited_ends import AGAIN_MAX_S, AGAIN_S, AT_ONCE, AwaitedEnds
 from mesh.jobs.job_table import JobTable
 from mesh.model.record import JobRecord, OutcomeKind
 from mesh.model.spec import JobSpec
@@ -29,7 +32,9 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
         self.now, self.records = 100.0, list[WitnessRecord]()
-        self.asked: list[bytes | None] = []
+        self.asked: list[bytes] = []
+        self.at_once: list[int] = []
+        self.specs: dict[bytes, JobSpec] = {}
         self.learned = 0
         monkeypatch.setattr(awaited_ends.time, "monotonic", lambda: self.now)
         self.leader = make_leader(witness=make_witness(spec=make_spec(**{"after": (FIRST,), **spec})))
@@ -42,17 +47,19 @@ class World:
         self.learned += 1
 
     async def words(self, job: bytes) -> list[WitnessRecord]:
+        self.at_once.append(len(self.ends._asking))
+        await asyncio.sleep(0)
         return self.records
 
     async def describe(self, job: bytes, first: bytes | None = None) -> JobSpec:
-        assert job == FIRST
-        self.asked.append(first)
-        return make_spec(array=PLACE)
+        assert first == self.leader.spec.submitter
+        self.asked.append(job)
+        return self.specs.get(job, make_spec(array=PLACE))
 
     async def look(self) -> dict[bytes, OutcomeKind]:
         self.ends.look()
         while self.ends._tasks._tasks:
-            await next(iter(self.ends._tasks._tasks))
+            await asyncio.sleep(0)
         return dict(self.table.ends)
 
 
@@ -61,13 +68,13 @@ async def test_status_alone_ends_no_job_for_those_that_wait(monkeypatch: pytest.
     world.table.update(B, FIRST, view("failed", outcome=FAILED))
     assert await world.look() == {}, "no witness answers"
     world.records = [record("done", final=False), record("done", final=False)]
-    world.now += AGAIN_S
+    world.now += AGAIN_MAX_S
     assert await world.look() == {}, "an end that no majority is known to hold"
     world.records = [record("done")]
-    world.now += AGAIN_S
+    world.now += AGAIN_MAX_S
     assert await world.look() == {FIRST: "done"} and world.learned == 1
     assert world.table.array_ends == {PLACE.array: {PLACE.place}}
-    world.now += AGAIN_S
+    world.now += AGAIN_MAX_S
     asked = len(world.asked)
     assert await world.look() == {FIRST: "done"} and len(world.asked) == asked, "it is known now"
 
@@ -84,12 +91,12 @@ async def test_end_counts_as_most_witnesses_state_it(monkeypatch: pytest.MonkeyP
 async def test_witnesses_are_asked_now_and_then_while_the_job_may_be_over(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     await world.look()
-    assert world.asked == [world.leader.spec.submitter], "no node publishes it any more: who submitted the job knows it"
+    assert world.asked == [FIRST], "no node publishes it any more: who submitted the job knows it"
     world.now += AGAIN_S - 1
     await world.look()
     assert len(world.asked) == 1
     world.table.update(C, FIRST, view("running"))
-    world.now += AGAIN_S
+    world.now += 2 * AGAIN_S
     await world.look()
     assert len(world.asked) == 1, "all say that it continues"
     world.table.update(A, FIRST, view("done", outcome=DONE))
@@ -99,9 +106,59 @@ async def test_witnesses_are_asked_now_and_then_while_the_job_may_be_over(monkey
         assert len(world.asked) == 1 + (state == "waiting"), "the leader that acts needs to know"
 
 
-async def test_places_of_an_array_with_a_limit_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_witnesses_are_asked_ever_more_rarely_and_about_few_jobs_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = [number.to_bytes(16) for number in range(200)]
+    world = World(monkeypatch, after=tuple(jobs))
+    await world.look()
+    assert sorted(world.asked) == jobs and max(world.at_once) == AT_ONCE, "each in its turn"
+    times = []
+    for _ in range(2000):
+        world.now += 1.0
+        asked = len(world.asked)
+        await world.look()
+        times += [world.now - 100.0] * (len(world.asked) > asked)
+    assert [later - before for before, later in pairwise(times)] == [10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
+
+
+async def test_jobs_that_were_asked_about_least_often_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [number.to_bytes(16) for number in range(AT_ONCE + 1)]
+    world = World(monkeypatch, after=tuple(jobs))
+    for job in jobs[:AT_ONCE]:
+        world.ends._again.failed(job, 0.0)
+    world.ends.look()
+    assert jobs[AT_ONCE] in world.ends._asking
+    await world.look()
+
+
+async def test_node_that_starts_late_learns_the_first_ends_of_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eighty places ended over three days; statuses name their jobs, and their witnesses confirm each end."""
+    array = msgspec.structs.replace(PLACE, of=100, limit=4)
+    places = [msgspec.structs.replace(array, place=place, index=place) for place in range(100)]
+    world = World(monkeypatch, after=(), array=places[80])
+    for place in places[:80]:
+        job = place.place.to_bytes(16)
+        world.specs[job] = make_spec(array=place)
+        world.table.update(B, job, msgspec.structs.replace(view("done", outcome=DONE, array=place), job=job))
+
+    def held_back() -> str:
+        ends = {"ends": world.table.ends, "array_ends": world.table.array_ends}
+        world.leader.view = msgspec.structs.replace(world.leader.view or View(A), **ends)
+        return world.leader.held_back
+
+    await world.look()
+    assert held_back() and not world.table.ends, "a status alone counts no place"
+    world.records = [record("done")]
+    world.now += AGAIN_S
+    assert len(await world.look()) == 80 and not held_back()
+
+
+async def test_places_of_an_array_without_a_limit_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (0, 2):
         world = World(monkeypatch, after=(), array=msgspec.structs.replace(PLACE, place=3, limit=limit))
-        world.table.update(A, FIRST, view("done", outcome=DONE, array=PLACE))
+        place = msgspec.structs.replace(PLACE, limit=limit)
+        world.table.update(A, FIRST, view("done", outcome=DONE, array=place))
+        world.table.update(A, b"r" * 16, view("running", array=place))
         await world.look()
-        assert world.table.array_ends == ({PLACE.array: {PLACE.place}} if limit else {}) and not world.asked
+        assert world.asked == [FIRST] * bool(limit)

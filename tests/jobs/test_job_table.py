@@ -19,7 +19,7 @@ from mesh.consensus.status import (
     status_of,
 )
 from mesh.jobs import status_gossip
-from mesh.jobs.job_table import ARRAYS_REMEMBERED, OWN, JobTable
+from mesh.jobs.job_table import OWN, JobTable
 from mesh.jobs.status_gossip import COMMITS_S, NEWS_S, REPEAT_S, SAME_S, WAITS_PER_S, StatusGossip, speaks_for
 from mesh.model.record import Attempt, Commit, Outcome
 from mesh.model.spec import ArrayPlace
@@ -40,6 +40,7 @@ def view(state: str = "pending", term: int = 0, **changes: object) -> JobStatus:
 DONE = Outcome(kind="done", detail="", exit_code=0, manifest=None, holders=(), ended_unix_ms=int(NOW * 1000))
 WAITING = Waiting(Request(job=JOB, attempt=0, user="ada"), 50, int(NOW))
 PLACE = ArrayPlace(b"a" * 16, index=1, place=1, of=9)
+LIMITED = msgspec.structs.replace(PLACE, limit=2)
 COMMIT = Commit(seq=1, term=1, manifest=b"m" * 32, parent=None, holders=(), step=1, created_unix_ms=0)
 
 
@@ -89,26 +90,30 @@ def test_end_that_this_node_knows_stays() -> None:
     assert job_table.ends == {JOB: "done"} and job_table.array_ends == {PLACE.array: {PLACE.place}}
 
 
-def test_places_of_awaited_arrays_are_counted_by_statuses() -> None:
-    job_table, other = JobTable(), msgspec.structs.replace(PLACE, place=2)
-    job_table.update(A, JOB, view("done", outcome=DONE, array=PLACE))
+def test_statuses_name_the_jobs_of_an_array_and_count_no_place() -> None:
+    job_table, other = JobTable(), b"other" + bytes(11)
+    job_table.update(A, JOB, view("done", outcome=DONE, array=LIMITED))
+    job_table.update(B, JOB, view("done", outcome=DONE, array=LIMITED))
+    job_table.update(A, other, view("running", array=msgspec.structs.replace(LIMITED, place=2)))
+    job_table.update(A, b"no limit" + bytes(8), view("running", array=PLACE))
+    assert job_table.jobs_of(PLACE.array) == {JOB, other} and not job_table.array_ends
+    assert job_table.goes_on(LIMITED) and not job_table.goes_on(PLACE) and not job_table.goes_on(None)
+    job_table.update(B, other, view("done", term=2**40, outcome=DONE, array=LIMITED))
+    assert job_table.goes_on(LIMITED), "one that says so may be false"
+    job_table.update(A, other, None)
+    assert not job_table.goes_on(LIMITED)
     job_table.update(A, JOB, None)
-    job_table.update(A, b"other" + bytes(11), view("running", array=other))
-    assert not job_table.array_ends
-    job_table.await_arrays({PLACE.array})
-    assert job_table.array_ends == {PLACE.array: {PLACE.place}}
-    job_table.update(A, b"other" + bytes(11), view("done", outcome=DONE, array=other))
-    assert job_table.array_ends == {PLACE.array: {PLACE.place, 2}} and not job_table.ends
+    assert job_table.jobs_of(PLACE.array) == {JOB, other}, "another status names it"
+    job_table.keep_only({})
+    assert not job_table.jobs_of(PLACE.array) and not job_table._of_array
 
 
-def test_arrays_that_statuses_invent_are_bounded() -> None:
+def test_arrays_that_statuses_invent_are_bounded_by_the_statuses() -> None:
     job_table = JobTable()
-    job_table.await_arrays({PLACE.array})
-    for number in range(ARRAYS_REMEMBERED + 10):
-        invented = msgspec.structs.replace(PLACE, array=number.to_bytes(16, "big"))
-        job_table.update(A, JOB, view("done", outcome=DONE, array=invented if number else PLACE))
-    assert len(job_table._said_places) == ARRAYS_REMEMBERED
-    assert job_table.array_ends == {PLACE.array: {PLACE.place}} and not job_table.ends
+    for number in range(100):
+        invented = msgspec.structs.replace(LIMITED, array=number.to_bytes(16, "big"))
+        job_table.update(A, JOB, view("done", outcome=DONE, array=invented))
+    assert len(job_table._of_array) == 1 and not job_table.array_ends
 
 
 def test_waiting_job_is_queued_once() -> None:
@@ -242,13 +247,13 @@ def test_job_table_tells_whether_another_node_says_that_a_job_is_over() -> None:
 class PublishedStatuses:
     """A status gossip with a clock set by the test and the published statuses."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, table: JobTable | None = None) -> None:
         self.now = 0.0
         self.statuses: list[tuple[JobStatus, bool]] = []
         monkeypatch.setattr(status_gossip.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(status_gossip.time, "time", lambda: NOW + self.now)
         membership: Any = SimpleNamespace(publish=self._receive)
-        self.gossip = StatusGossip(A, membership, JobTable(), lambda: None)
+        self.gossip = StatusGossip(A, membership, table or JobTable(), lambda: None)
 
     def _receive(self, section: str, body: bytes, ttl_s: float, urgent: bool) -> None:
         status = decode_status(body)
@@ -303,6 +308,16 @@ def test_gossip_repeats_a_status_until_it_is_history(monkeypatch: pytest.MonkeyP
         gossip.publishes(ended, 0.0) and not gossip.publishes(ended, REPEAT_S - 1) and gossip.publishes(ended, REPEAT_S)
     )
     assert not gossip.publishes(ended, status_gossip.ENDED_TOLD_S + 1)
+
+
+def test_end_in_an_array_with_a_limit_is_published_while_the_array_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that begins to lead a place of it later counts the ends of the others."""
+    table = JobTable()
+    gossip, ended = PublishedStatuses(monkeypatch, table), view("done", outcome=DONE, array=LIMITED)
+    late = status_gossip.ENDED_TOLD_S + 1
+    assert not gossip.publishes(ended, late)
+    table.update(B, b"other" + bytes(11), view("running", array=LIMITED))
+    assert gossip.publishes(ended, late)
 
 
 def test_status_that_is_too_large_is_published_shorter_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,12 +33,14 @@ def busy(seed: int, checker: Any) -> JobsWorld:
     return JobsWorld(seed, faults=QUIET, mesh=SMALL, work=WorkPlan(busy=1.0), jobs=10, job_checkers=[checker])
 
 
-def rumours(seed: int) -> JobsWorld:
-    return JobsWorld(seed, faults=RUMOURS, mesh=SMALL, work=WorkPlan(after=1.0), job_checkers=[InOrder(), JustEnds()])
+def rumours(seed: int, **work: float) -> JobsWorld:
+    """Return a world of jobs that come after others, or of another kind, in which a member publishes false statuses."""
+    checkers: list[Any] = [InOrder(), ArrayLimit(), JustEnds()]
+    return JobsWorld(seed, faults=RUMOURS, mesh=SMALL, work=WorkPlan(**(work or {"after": 1.0})), job_checkers=checkers)
 
 
 def test_rumours_start_and_fail_no_job() -> None:
-    worlds = [rumours(seed) for seed in range(4)]
+    worlds = [*(rumours(seed) for seed in range(4)), *(rumours(seed, arrays=1.0) for seed in range(2))]
     for world in worlds:
         world.run()
     assert all(world.rumours for world in worlds)
@@ -71,6 +73,7 @@ class TestNegativeControls:
 
         monkeypatch.setattr(JobTable, "update", credulous)
         assert found(rumours).startswith(("after", "end"))
+        assert found(lambda seed: rumours(seed, arrays=1.0)).startswith("array")
 
     def test_end_that_one_witness_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def any_of(records: Sequence[WitnessRecord]) -> OutcomeKind | None:
