@@ -212,7 +212,7 @@ class PackWriter:
         if not self.locations:
             self.abort()
             return
-        os.fsync(self._file)
+        self.sync()
         self._close()
         self._temporary.rename(self._final)
         sync_directory(self._final.parent)
