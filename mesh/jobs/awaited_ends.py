@@ -22,7 +22,7 @@ from mesh.model.spec import format_job
 from mesh.util.backoff import Backoff
 from mesh.util.task_set import TaskSet
 
-AGAIN_S, AGAIN_MAX_S = 5.0, 300.0  # after the witnesses of a job have confirmed no end (own choice)
+AGAIN_S, AGAIN_MAX_S = 1.0, 300.0  # after the witnesses of a job have confirmed no end (own choice)
 AT_ONCE = 16  # jobs asked about (own choice)
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class AwaitedEnds:
         """Ask the witnesses of a job; the submitter of the one that waits knows its description, too."""
         try:
             spec = await self._vouching.describe(job, submitter)
-            records = await self._vouching.words(job)
+            records = await self._vouching.words(job, alone=True)
         finally:
             self._asking.remove(job)
             self._again.failed(job, time.monotonic())  # unless it is over: then nobody asks again

@@ -152,11 +152,12 @@ class Vouching:
             self._groups.keep(job, present[0])
         return present
 
-    async def words(self, job: bytes) -> Sequence[WitnessRecord]:
-        """Return the records of most of a job's present witnesses, else of nodes that prove to be later ones; perhaps none.
+    async def words(self, job: bytes, alone: bool = False) -> Sequence[WitnessRecord]:
+        """Return the records of most of a job's present witnesses, or of a later group; none while most cannot be asked.
 
-        The caller bounds about how many jobs it asks at a time. It takes no turn of those that a start waits for: any member
-        can publish statuses which have this node ask silent nodes.
+        `alone`: then those of any nodes that prove to be witnesses, of which one may lie. The caller bounds about how many jobs
+        it asks at a time. It takes no turn of those that a start waits for: any member can publish statuses which have this
+        node ask silent nodes.
         """
         spec = await self.describe(job)
         if spec is None:
@@ -167,7 +168,7 @@ class Vouching:
         records = present[1] if present is not None else ()
         nodes = (*(node for record in records for node in record.config.nodes), *self._named(job))
         proven = await self._proven(job, spec, tuple(dict.fromkeys(nodes))[:LATER_ASKED])
-        return list(proven.values()) if present is None else later_group(proven, len(spec.witnesses)) or records
+        return later_group(proven, len(spec.witnesses)) or records or (list(proven.values()) if alone else ())
 
     async def _proven(self, job: bytes, spec: JobSpec, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:
         """Return the records of those of these nodes that are witnesses, as the warrants in each show.

@@ -31,8 +31,8 @@ class AskingNode(StoringNode):
         witness = self.participant.witnesses.get(job)
         return self.lies.get(job, witness.witness_record) if witness is not None else None
 
-    def words(self, job: bytes, then: Callable[[Sequence[WitnessRecord]], None]) -> None:
-        """Ask most of a job's present witnesses, else nodes that prove to be later ones; `then` gets their records."""
+    def words(self, job: bytes, then: Callable[[Sequence[WitnessRecord]], None], alone: bool = False) -> None:
+        """Ask a job's witnesses as `Vouching.words` does; `then` gets their records."""
         own, spec = self.participant.witnesses.get(job), self.described(job)
         known = [Config(number=0, term=0, members=spec.witnesses)]
         known += [own.witness_record.config] if own is not None else []
@@ -51,7 +51,8 @@ class AskingNode(StoringNode):
         def asked(present: Present | None, answers: Records) -> None:
             witnesses_by = self.authority.witnesses_by
             proven = {node: record for node, record in answers.items() if node in witnesses_by(record, spec)}
-            then(list(proven.values()) if present is None else later_group(proven, len(spec.witnesses)) or present[1])
+            records = present[1] if present is not None else []
+            then(later_group(proven, len(spec.witnesses)) or records or (list(proven.values()) if alone else []))
 
         found(None)
 

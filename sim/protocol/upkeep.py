@@ -75,7 +75,7 @@ class KeepingNode(AskingNode):
         for job in awaited:
             if job not in self._asking and self._again.is_due(job, self.boot()):
                 self._asking.add(job)
-                self.words(job, partial(self._learn_end, job))
+                self.words(job, partial(self._learn_end, job), alone=True)
 
     def _learn_end(self, job: bytes, records: Sequence[WitnessRecord]) -> None:
         self._asking.discard(job)

@@ -46,7 +46,7 @@ class World:
     def _learn(self) -> None:
         self.learned += 1
 
-    async def words(self, job: bytes) -> list[WitnessRecord]:
+    async def words(self, job: bytes, alone: bool) -> list[WitnessRecord]:
         self.at_once.append(len(self.ends._asking))
         await asyncio.sleep(0)
         return self.records
@@ -119,7 +119,7 @@ async def test_witnesses_are_asked_ever_more_rarely_and_about_few_jobs_at_a_time
         asked = len(world.asked)
         await world.look()
         times += [world.now - 100.0] * (len(world.asked) > asked)
-    assert [later - before for before, later in pairwise(times)] == [10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
+    assert [later - before for before, later in pairwise(times)] == [2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300, 300]
 
 
 async def test_jobs_that_were_asked_about_least_often_go_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,11 +308,12 @@ async def test_later_witnesses_are_asked_while_most_of_the_first_are_lost() -> N
     false = status_of(JOB, make_witness((E,)), None, "running", "", None)
     node.table.update(C, JOB, msgspec.structs.replace(false, rank=(0, 2**50, 0, 2)))
     node.table.update(D, JOB, status)
-    assert await node.vouching.words(JOB) == [], "it does not prove that it is a witness"
+    assert await node.vouching.words(JOB, alone=True) == [], "it does not prove that it is a witness"
     node.judges.proven = {D}
-    assert await node.vouching.words(JOB) == [later]
+    assert await node.vouching.words(JOB, alone=True) == [later]
+    assert await node.vouching.words(JOB) == () and not await node.vouching.needed(JOB), "it alone removes nothing"
     node.peers.records = {D: msgspec.structs.replace(later, job=b"k" * 16)}
-    assert await node.vouching.words(JOB) == []
+    assert await node.vouching.words(JOB, alone=True) == []
 
 
 async def test_question_that_no_start_depends_on_takes_no_turn_of_theirs() -> None:
