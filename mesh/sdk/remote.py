@@ -20,6 +20,7 @@ from mesh import job
 CALL, HEADER = "call.pkl", "call.json"
 ANSWER, PICKLE = "answer.json", "answer.pkl"
 DEEPEST = 50  # nested lists in a JSON result (own choice)
+EXITS = (job.EXIT_SAVED, 75, 137, 143)  # codes that ask for another attempt: docs/reference/job-contract.md
 
 
 class Call:
@@ -40,6 +41,7 @@ class _Running:
 
     def __init__(self, call: Call, number: int) -> None:
         self._call, self._number = call, number
+        self._process = os.getpid()
         self.saves = hasattr(call.function, "checkpoint")
         self.cooperates = False
 
@@ -58,8 +60,18 @@ class _Running:
         os._exit(job.EXIT_SAVED)  # the user's code could catch an exception
 
     def on_term(self, number: int, frame: Any) -> None:
-        if not self.cooperates:
+        if os.getpid() != self._process:  # it came before `forked`
+            self.forked()
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif not self.cooperates:
             self.leave()
+
+    def forked(self) -> None:
+        """Leave saving to the process of the call: let SIGTERM end its forked workers, so that a notice spares them."""
+        global _running  # noqa: PLW0603 - see main
+        _running = None
+        if signal.getsignal(signal.SIGTERM) == self.on_term:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 _running: _Running | None = None
@@ -98,6 +110,7 @@ def main(here: Path) -> int:
     found = re.search(r"(\d+)$", resumed.name) if resumed is not None else None
     _running = _Running(call, int(found[1]) if found else 0)
     if _running.saves:
+        os.register_at_fork(after_in_child=_running.forked)
         signal.signal(signal.SIGTERM, _running.on_term)
     try:
         value = call()
@@ -137,9 +150,11 @@ def _publish(out: Path, header: dict[str, Any], value: Any) -> None:
 
 def _failed(out: Path, header: dict[str, Any], error: BaseException, when: str = "") -> int:
     """Write the exception as text, and pickled if possible."""
-    if isinstance(error, SystemExit) and error.code in {None, 0}:
+    if isinstance(error, SystemExit) and (error.code is None or error.code == 0):
         _answer(out, {"kind": "value", "as": "json", "value": None})
         return 0
+    if isinstance(error, SystemExit) and error.code in EXITS:  # as Lightning's and Transformers' integrations leave
+        return int(error.code)
     words = "".join(traceback.format_exception(error))
     print(words, file=sys.stderr, flush=True)
     reply = {"kind": "error", "as": "json", "type": type(error).__qualname__, "text": str(error), "when": when}

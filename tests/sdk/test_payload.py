@@ -2,16 +2,26 @@
 
 import importlib
 import json
+import multiprocessing
+import os
+import pickle
+import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import mesh
+from mesh.job import EXIT_SAVED
 from mesh.sdk import remote
 from mesh.sdk.futures import JobFailed, _raised
 from mesh.sdk.payload import CARRIED, _own_modules, pack
 from mesh.sdk.remote import ANSWER, PICKLE, Call
+from mesh.util.processes import catches
+from tests.test_job_module import write_notice
 
 
 def test_payload_excludes_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +42,55 @@ def run(call: Call, where: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setenv("MESH_OUT_DIR", str(where))
     monkeypatch.setattr(remote, "_running", None)  # monkeypatch restores it afterwards
     pack(call, where, None, "pickle")
-    return remote.main(where / CARRIED)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return remote.main(where / CARRIED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Workers:
+    """A callable object that forks, as a pool or a data loader does."""
+
+    def __call__(self) -> tuple[list[Any], int | None]:
+        fork = multiprocessing.get_context("fork")
+        mine, theirs = fork.Pipe()
+        worker = fork.Process(target=lambda: (theirs.send(mesh.checkpoint()), time.sleep(10)), daemon=True)
+        worker.start()
+        assert worker.pid is not None
+        found = [mine.poll(20) and mine.recv(), catches(worker.pid, signal.SIGTERM)]
+        worker.terminate()
+        worker.join(20)
+        return found, worker.exitcode
+
+    def checkpoint(self) -> None: ...
+
+
+def test_forked_workers_neither_save_nor_catch_the_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "ckpt"
+    monkeypatch.setenv("MESH_CKPT_DIR", str(saved))
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    write_notice(tmp_path)
+    assert run(Call(Workers()), tmp_path, monkeypatch) == 0
+    assert json.loads((tmp_path / ANSWER).read_text())["kind"] == "value"
+    assert pickle.loads((tmp_path / PICKLE).read_bytes()) == ([False, False], -signal.SIGTERM)
+    assert not saved.exists()
+
+
+def test_sigterm_that_outruns_the_hook_of_a_fork_ends_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
+    assert run(Call(Workers()), tmp_path, monkeypatch) == 0
+    assert pickle.loads((tmp_path / PICKLE).read_bytes()) == ([False, True], -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("code", [EXIT_SAVED, 75, 143])
+def test_exit_code_that_asks_for_another_attempt_is_the_job_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    assert run(Call(sys.exit, code), tmp_path, monkeypatch) == code
+    assert not (tmp_path / ANSWER).exists()
 
 
 def test_exit_code_of_a_function_fails_only_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
