@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import struct
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from mesh.api.requests import SubmitOrder
 from mesh.api.routing import Call, Handlers, Route
 from mesh.jobs.event_log import EventLog
 from mesh.util.errors import MeshError
+from mesh.util.processes import name_of
 
 TERM_CHARS = 60  # of one term of an order (own choice)
 
@@ -55,7 +55,7 @@ def _who(request: web.Request) -> str:
         return f"a client at {_plain(str(request.remote))}"
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
-        name = _plain(Path(f"/proc/{pid}/comm").read_text().strip())
+        name = _plain(name_of(pid))
     except OSError:
         name = "a program that has ended"
     return f"uid {uid} ({name}, pid {pid})"

@@ -26,6 +26,7 @@ from mesh.cli.terminal import client, json_option, layout
 from mesh.daemon.config import GOSSIP_PORT, Settings, load_settings
 from mesh.daemon.layout import Layout
 from mesh.util.errors import ConfigError, ExitCode, MeshError
+from mesh.util.processes import name_of
 from mesh.util.text import plural
 
 State = Literal["ok", "warn", "fail"]
@@ -236,7 +237,7 @@ def _owner(protocol: str, number: int) -> str:
             for descriptor in (process / "fd").iterdir():
                 target = str(descriptor.readlink())
                 if target.startswith("socket:[") and target[8:-1] in inodes:
-                    return f"{(process / 'comm').read_text().strip()} (pid {process.name})"
+                    return f"{name_of(int(process.name))} (pid {process.name})"
         except OSError:
             continue
     return "?"

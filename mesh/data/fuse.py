@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptstore.encoding import Bytes
+from mesh.util.mounts import mounts
 
 LOOKUP, FORGET, GETATTR, READLINK, READ, STATFS, INIT, READDIR = 1, 2, 3, 5, 15, 17, 26, 28
 INTERRUPT, DESTROY, BATCH_FORGET, READDIRPLUS = 36, 38, 42, 44
@@ -143,13 +144,9 @@ def unmounted(path: Path) -> None:
 
 def mounts_below(directory: Path) -> list[Path]:
     """Return this node's file systems that are mounted below a directory."""
-    found, table = [], Path("/proc/self/mountinfo")
-    for line in table.read_text().splitlines() if table.exists() else ():
-        fields, _, kind = line.partition(" - ")
-        place = Path(os.fsdecode(fields.split()[4].encode().decode("unicode_escape").encode("latin-1")))
-        if kind.split()[0] == KIND and place.is_relative_to(directory):
-            found.append(place)
-    return found
+    return [
+        place for mount in mounts() if mount.kind == KIND and (place := Path(mount.place)).is_relative_to(directory)
+    ]
 
 
 def _checked(result: int, path: Path) -> None:

@@ -30,6 +30,7 @@ from ckptstore.errors import MissingChunks, NotFound, StoreError
 from ckptstore.index import IndexReader
 from ckptstore.objects import ObjectReader
 from mesh.data import fuse
+from mesh.util.processes import lines_of
 
 WANT, HERE, FAILED = b"w", b"h", b"f"
 RECORD = struct.Struct("=c32sI")
@@ -239,7 +240,7 @@ async def _end_if_killed(task: asyncio.Task[None], pid: int) -> None:
 def was_killed(pid: int) -> bool:
     """Tell whether SIGKILL is pending for a thread, or it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = lines_of(f"/proc/{pid}/status")
     except OSError:
         return True
     return any(int(line.split()[1], 16) & SIGKILL_BIT for line in lines if line.startswith(("SigPnd:", "ShdPnd:")))

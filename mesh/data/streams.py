@@ -22,6 +22,7 @@ from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.stream_server import FAILED, HERE, RECORD, WANT
 from mesh.util import capabilities
 from mesh.util.isolated import isolated
+from mesh.util.mounts import mounts
 
 LEAST_BYTES = 64 << 20  # of a data set that is streamed: a Gigabit link brings less in half a second (own choice)
 READ_S = 30.0  # for which a read waits for a chunk: longer than a holder's restart (own choice)
@@ -57,7 +58,7 @@ def seen_by_engine(process: int | str = "self") -> bool:
     with suppress(OSError):
         return Path(f"/proc/{process}/ns/mnt").readlink() == Path("/proc/1/ns/mnt").readlink()
     with suppress(OSError):
-        return " master:" not in Path(f"/proc/{process}/mountinfo").read_text()
+        return not any(word.startswith("master:") for mount in mounts(process) for word in mount.propagation)
     return False
 
 

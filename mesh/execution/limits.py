@@ -28,6 +28,8 @@ from mesh.execution.process.sandbox import HOME, TEMPORARY
 from mesh.execution.wrapped import WrappedGuest
 from mesh.util import cgroups, trees
 from mesh.util.byte_text import amount
+from mesh.util.mounts import mounts
+from mesh.util.processes import lines_of
 
 LOOK_S, LOOK_SHARE = 2.0, 20  # poll every 2 s, and for at most a twentieth of the time (own choice)
 PIDS_S = 2.0  # for an engine to list a session's processes, which takes milliseconds (own choice)
@@ -246,8 +248,8 @@ def nameless_bytes(pids: Iterable[int], place: Path) -> int:
 
 def _deleted_descriptors(pid: int, device: int) -> Iterator[str]:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        mounts = [line.split(" ", 3) for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
-        here = {mount for mount, _, number, _ in mounts if number == f"{os.major(device)}:{os.minor(device)}"}
+        mine = f"{os.major(device)}:{os.minor(device)}"
+        here = {mount.number for mount in mounts(pid) if mount.device == mine}
         for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
             link = f"/proc/{pid}/fd/{name}"
             with contextlib.suppress(OSError, IndexError):
@@ -259,7 +261,7 @@ def _deleted_descriptors(pid: int, device: int) -> Iterator[str]:
 
 def _deleted_maps(pid: int, device: str) -> Iterator[str]:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+        for line in lines_of(f"/proc/{pid}/maps"):
             if line.endswith(" (deleted)") and line.split(None, 4)[3] == device:
                 start, _, end = line.split(" ", 1)[0].partition("-")
                 yield f"/proc/{pid}/map_files/{int(start, 16):x}-{int(end, 16):x}"

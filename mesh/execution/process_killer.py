@@ -20,7 +20,7 @@ from typing import Any
 
 from mesh.execution.guest_registry import GuestEntry
 from mesh.util import cgroups
-from mesh.util.processes import GONE, Process, descendants_of, lives, process_of
+from mesh.util.processes import GONE, Process, descendants_of, lines_of, lives, process_of
 
 ENGINE_AFTER_S = 0.05  # until the engine is asked too; the kernel alone takes milliseconds (own choice)
 ENGINE_EVERY_S = 1.0
@@ -206,6 +206,10 @@ def _in_container(container: str) -> set[Process]:
         if name.isdigit():
             process = process_of(int(name))
             with contextlib.suppress(*GONE):
-                if process is not None and container in Path("/proc", name, "cgroup").read_text() and lives(process):
+                if (
+                    process is not None
+                    and any(container in line for line in lines_of(f"/proc/{name}/cgroup"))
+                    and lives(process)
+                ):
                     found.add(process)
     return found

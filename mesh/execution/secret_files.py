@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from mesh.util import trees
+from mesh.util.mounts import mounts
 
 IN_MEMORY = {"tmpfs", "ramfs"}
 VARIABLES = ".variables"  # a file that sets the variables of a container
@@ -99,11 +100,7 @@ def file_system_of(path: Path) -> str:
     """Return the kind of the file system that holds a path."""
     device = path.stat().st_dev
     mine = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, system = line.partition(" - ")
-        if mount.split()[2] == mine:
-            return system.split()[0]
-    return ""
+    return next((mount.kind for mount in mounts() if mount.device == mine), "")
 
 
 def no_core_dumps() -> None:

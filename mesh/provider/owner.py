@@ -31,7 +31,7 @@ from mesh.provider.presence import MACHINE, Memory, Presence, Seen, Stand
 from mesh.provider.presence_file import Moment, load_memories, save_memories
 from mesh.provider.reclaim import Leave, Reclaimer
 from mesh.util.boottime import boot_s
-from mesh.util.processes import descendants_of
+from mesh.util.processes import descendants_of, name_of
 from mesh.util.slow_calls import apart
 
 LOOK_S = 1.0
@@ -284,6 +284,6 @@ def _read(path: Path, stamp: object) -> tuple[object, str | OSError]:
 
 def _name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return name_of(pid)
     except OSError:
         return "?"

@@ -7,7 +7,8 @@ removed from the ambient set and lent to single system programs. Without capabil
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from mesh.util.processes import lines_of
 
 NET_ADMIN, SYS_ADMIN, BPF = 12, 21, 39  # linux/capability.h
 PR_CAP_AMBIENT, RAISE, LOWER, CLEAR_ALL = 47, 2, 3, 4  # linux/prctl.h
@@ -22,7 +23,7 @@ def keep() -> None:
 
 def has(capability: int, process: int | str = "self") -> bool:
     """Tell whether a process may use a capability. OSError: it has ended."""
-    line = next(line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("CapEff:"))
+    line = next(line for line in lines_of(f"/proc/{process}/status") if line.startswith("CapEff:"))
     return bool(int(line.split()[1], 16) >> capability & 1)
 
 

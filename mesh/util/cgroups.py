@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from mesh.util.processes import GONE, SHORT, Process, process_of
+from mesh.util import mounts as mount_table
+from mesh.util.processes import GONE, SHORT, Process, lines_of, process_of
 
 KILL, FREEZE, EVENTS = "cgroup.kill", "cgroup.freeze", "cgroup.events"  # of version 2 (the first since Linux 5.14)
 FREEZER = "freezer.state"  # of version 1
@@ -21,19 +22,14 @@ REMOVE_S, LOOK_S = 2.0, 0.01  # until a group whose last process has ended can b
 
 @cache
 def mounts() -> dict[str, tuple[str, Path]]:
-    """Return the visible root of each hierarchy and its mount point, by controller ("" is version 2); cached.
-
-    Source: proc_pid_mountinfo(5).
-    """
+    """Return the visible root of each hierarchy and its mount point, by controller ("" is version 2); cached."""
     found: dict[str, tuple[str, Path]] = {}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
-        place = (fields[3], Path(fields[4].replace("\\040", " ")))
-        if kind == "cgroup2":
+    for mount in mount_table.mounts():
+        place = (mount.root, Path(mount.place))
+        if mount.kind == "cgroup2":
             found.setdefault("", place)
-        elif kind == "cgroup":
-            for controller in options.split(","):
+        elif mount.kind == "cgroup":
+            for controller in mount.options.split(","):
                 found.setdefault(controller, place)
     return found
 
@@ -42,12 +38,12 @@ def groups_of(pid: int) -> dict[str, Path]:
     """Return the directory of a process's control group by controller, without groups that are not visible here."""
     seen, found = mounts(), {}
     with contextlib.suppress(*GONE):
-        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        for line in lines_of(f"/proc/{pid}/cgroup"):
             _, controllers, path = line.split(":", 2)
             for controller in controllers.split(","):
-                root, mounted = seen.get(controller, ("", None))
-                if mounted is not None and (path + "/").startswith(root.rstrip("/") + "/"):
-                    found[controller] = mounted / path[len(root.rstrip("/")) :].lstrip("/")
+                root, place = seen.get(controller, ("", None))
+                if place is not None and (path + "/").startswith(root.rstrip("/") + "/"):
+                    found[controller] = place / path[len(root.rstrip("/")) :].lstrip("/")
     return found
 
 

@@ -62,6 +62,22 @@ class Process(NamedTuple):
                 os.close(descriptor)
 
 
+def lines_of(path: str) -> list[str]:
+    """Return the lines of a file of /proc that are not empty.
+
+    Users choose some of its bytes, such as names of programs, files, mounts and groups. They need not be UTF-8, and only a
+    newline ends a line.
+    """
+    with open(path, "rb") as file:  # noqa: PTH123
+        return [line for line in os.fsdecode(file.read()).split("\n") if line]
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process's program. OSError if it has gone."""
+    with open(f"/proc/{pid}/comm", "rb") as file:  # noqa: PTH123
+        return file.read().decode(errors="replace").strip()
+
+
 def stat_of(pid: int, proc: str = "/proc") -> Stat | None:
     """Return a process's state; None once it has been reaped."""
     try:
@@ -111,8 +127,9 @@ def catches(pid: int, number: int) -> bool:
 
 def _has_signal(pid: int, number: int, *masks: str) -> bool:
     """Return whether a signal is in one of these masks of proc_pid_status(5)."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:  # noqa: PTH123
-        return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in file if line.startswith(masks))
+    with contextlib.suppress(OSError):
+        lines = lines_of(f"/proc/{pid}/status")
+        return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith(masks))
     return False
 
 

@@ -203,11 +203,12 @@ async def test_guest_cannot_hide_files_or_use_all_inodes(
 
 
 async def test_deleted_mapped_file_counts(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w+b") as file:
+    path = tmp_path / os.fsdecode(b"\xff\x0bfile")  # a name that is no UTF-8, with a byte at which Python ends lines
+    with path.open("w+b") as file:
         file.write(bytes(MIB))
         file.flush()
         mapped = mmap.mmap(file.fileno(), MIB)
-        (tmp_path / "file").unlink()
+        path.unlink()
         assert limits.nameless_bytes([os.getpid()], tmp_path) == MIB
     assert limits.nameless_bytes([os.getpid()], tmp_path) == MIB
     mapped.close()

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mesh.util.mounts import mounts
+
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_NOATIME, MS_NODIRATIME, MS_BIND, MS_REC, MS_RELATIME = 1024, 2048, 4096, 1 << 14, 1 << 21
 # Flags of statvfs(3) that a user namespace may not clear (mount_namespaces(7)).
@@ -173,10 +175,9 @@ def enter(hidden: list[str], stands_for: dict[str, str], kept: dict[str, bool], 
         os.close(descriptor)
     if Path(TERMINALS).is_dir():  # the owner's could be read and written
         _mount("devpts", TERMINALS, "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620")
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        place = line.split()[4]
-        if Path(place).is_relative_to(GROUPS) and os.path.ismount(place):  # another mount may cover it
-            _make_read_only(place)  # or the guest could leave its own
+    for mount in mounts():
+        if Path(mount.place).is_relative_to(GROUPS) and os.path.ismount(mount.place):  # another mount may cover it
+            _make_read_only(mount.place)  # or the guest could leave its own
 
 
 def show_read_only(paths: Iterable[str]) -> None:
