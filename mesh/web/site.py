@@ -1,7 +1,7 @@
 """The page's server: loopback only, opened when `mesh top --web` first asks, with what the unix socket answers and nothing else.
 
-States of a request: refused (another user's program, another host's name, another site), without a session (told how to get
-one), with a session. States of the server: not open, open, closed with its daemon.
+A connection of another user's program is closed at once. States of a request: refused (another host's name, another site),
+without a session (told how to get one), with a session. States of the server: not open, open, closed with its daemon.
 """
 
 import asyncio
@@ -39,7 +39,9 @@ A = TypeVar("A")
 
 HOST = "127.0.0.1"
 MOST_BODY = 4096  # bytes of a form; the forms here have two short fields
-FILES_KEPT = 512  # open files that viewers leave to the daemon (own choice)
+FILES_KEPT = 512  # open files that connections leave to the daemon (own choice)
+FEWEST = 64  # connections that are served whatever the limit of open files (own choice; a browser opens six)
+SILENT_S = 60.0  # for which a connection may ask for nothing (own choice)
 ORDER_S = 1.0  # for an order to be carried out before the page is shown again
 TOLD_S = 120.0  # for which the page shows the result of an order (own choice)
 ANSWERED = (MeshError, OSError, RuntimeError)
@@ -69,6 +71,7 @@ class Site:
         self._mesh, self._wanted_port = mesh, port
         self._cookie = f"mesh-{short_id(me)}"  # cookies ignore ports, and a machine may have several nodes
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._opening = asyncio.Lock()
         self._sessions = Sessions(os.urandom)
         self._topics: dict[tuple[str, ...], Topic] = {}
@@ -92,6 +95,8 @@ class Site:
             await topic.close()
         for task in self._tasks:
             task.cancel()
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -118,16 +123,22 @@ class Site:
             ]
         )
         app.on_response_prepare.append(_harden)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=SILENT_S
+        )
         await runner.setup()
+        server = runner.server
+        assert server is not None
         try:
-            await web.TCPSite(runner, HOST, self._wanted_port).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Door(server), HOST, self._wanted_port
+            )
         except OSError as error:
             await runner.cleanup()
             words = f"port {self._wanted_port} of {HOST} is taken: choose another as web_port in config.toml"
             raise MeshError(words) from error
         self._runner = runner
-        self.port = int(runner.addresses[0][1])
+        self.port = int(self._listener.sockets[0].getsockname()[1])
         self._css_text = sheet()
         self._script_text = files("mesh.web").joinpath("live.js").read_text("utf-8")
 
@@ -136,8 +147,6 @@ class Site:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if not _is_ours(request):
-                return _page(403, frame.message("Not yours", "This page is for the user whose node this is."))
             if words := objection(request.method, request.headers, self.port):
                 return _page(403, frame.message("Refused", f"{words[0].upper()}{words[1:]}."))
             if request.method == "POST":
@@ -243,11 +252,6 @@ class Site:
                 what = ("jobs", self._handlers.jobs.show(self._handlers.lookup.find_job(job)).job)
             case _:
                 raise web.HTTPNotFound
-        if (
-            sum(topic.viewers for topic in self._topics.values())
-            >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES_KEPT
-        ):
-            return _page(503, frame.message("Too many look at this page", "Close some, or reload this one by hand."))
         topic = self._topic(what, session, viewer)
         await topic.ready()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -346,9 +350,26 @@ def _gone(answer: schemas.owner.Reclaimed) -> str:
     return "; ".join([words, *lost])
 
 
-def _is_ours(request: web.Request) -> bool:
+class _Door(asyncio.Protocol):
+    """Passes a connection on to the server if it is of a program of this node's user, and not one too many."""
+
+    def __init__(self, server: web.Server) -> None:
+        self._server = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        most = max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES_KEPT)
+        if len(self._server.connections) >= most or not _is_ours(transport):
+            transport.abort()
+            return
+        inner = self._server()
+        transport.set_protocol(inner)
+        inner.connection_made(transport)
+
+
+def _is_ours(transport: asyncio.Transport) -> bool:
     """Return whether the other end is a program of this node's user."""
-    near, far = (request.get_extra_info(name) for name in ("peername", "sockname"))
+    near, far = (transport.get_extra_info(name) for name in ("peername", "sockname"))
     try:
         return bool(near and far) and is_ours(user_of(near, far))
     except OSError as error:
