@@ -11,22 +11,25 @@ import codecs
 import concurrent.futures
 import json
 import math
+import os
 import pickle
 import sqlite3
 import stat
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 from mesh.api.client import Client as Agent
 from mesh.api.file_stream import entries
+from mesh.api.no_daemon import NoDaemon
 from mesh.daemon.layout import node_layout
 from mesh.sdk.payload import Terms, code_of, order_of, pack
 from mesh.sdk.remote import ANSWER, PICKLE, Call
@@ -68,10 +71,31 @@ class Job(concurrent.futures.Future[T], Generic[T]):
         super().__init__()
         self.client, self.id = client, id
         self.known_s = time.monotonic()  # time at which the daemon last listed it
+        self.fetches, self.fetch_s = 0, 0.0  # attempts to fetch its answer that failed, and when to try again
         self._ending = threading.RLock()  # guards cancel() against the thread that learns of the cancellation
 
     def __repr__(self) -> str:
         return f"<mesh.Job {self.id[:8]}{' over' if self.done() else ''}>"
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the function's result, or raise its exception. Unpickles both: that can run code of the node that answered."""
+        error = self.exception(timeout)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or its traceback would keep it
+        found: Any = super().result()
+        value: T = found.unpacked[0] if isinstance(found, _Packed) else found
+        return value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the exception of the function, or None. Unpickles the answer, as `result` does."""
+        self.client.watch()
+        error = super().exception(timeout)
+        found = super().result() if error is None else error
+        with self._ending:
+            return found.unpacked[1] if isinstance(found, _Packed) else error
 
     def info(self) -> dict[str, Any]:
         """Return its present state, as `mesh ps --json` has it."""
@@ -157,6 +181,7 @@ class Client:
         self._watched: dict[Job[Any], _Watched] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        _clients.add(self)
 
     def submit(self, function: Callable[..., T], /, *args: Any, **terms: Unpack[Terms]) -> Job[T]:
         """Run `function(*args)` on the mesh. Arguments by keyword: `functools.partial`, or `mesh.Call`."""
@@ -200,13 +225,22 @@ class Client:
         job: Job[Any] = Job(self, id)
         with self._lock:
             self._watched[job] = watched
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="mesh-jobs", daemon=True)
-                self._thread.start()
+        self.watch()
         return job
 
+    def watch(self) -> None:
+        """Start the thread that polls all awaited jobs, unless it runs in this process."""
+        with self._lock:
+            if self._thread is None and self._watched:
+                self._thread = threading.Thread(target=self._look, name="mesh-jobs", daemon=True)
+                self._thread.start()
+
+    def forked(self) -> None:
+        """Forget the parent's thread, which could have held the lock."""
+        self._lock, self._thread = threading.Lock(), None
+
     def _look(self) -> None:
-        """Start the thread that polls all awaited jobs; it ends with the last of them."""
+        """Poll all awaited jobs; end with the last of them."""
         while True:
             with self._lock:
                 for job in [job for job in self._watched if job.done()]:
@@ -222,7 +256,7 @@ class Client:
                 pause = AWAY_S
                 for job in watched:
                     job.known_s = time.monotonic()
-            except Exception as error:  # no future may wait for a dead thread
+            except BaseException as error:  # no future may wait for a dead thread
                 for job in watched:
                     _end(job, error)
             time.sleep(pause)
@@ -236,20 +270,30 @@ class Client:
                 job.known_s = time.monotonic()
             elif time.monotonic() - job.known_s > UNKNOWN_S:
                 _end(job, JobFailed(f"job {job.id[:8]} is not known to the daemon any more"))
-            if state is None or state["outcome"] is None or job.done():
+            if state is None or state["outcome"] is None or job.done() or time.monotonic() < job.fetch_s:
                 continue
-            if state["outcome"]["kind"] == "cancelled":
-                job.set_cancelled()
-                continue
-            if how.code and state["outcome"]["kind"] == "done":
-                self._learn(how.code, job)
             try:
-                value = _answer_of(job, state["outcome"], how.results)
-            except Exception as error:
+                self._finish(job, state["outcome"], how)
+            except NoDaemon:  # all wait for it
+                raise
+            except BaseException as error:  # a callback's SystemExit, too, is of this job alone
                 _end(job, error)
+
+    def _finish(self, job: Job[Any], outcome: dict[str, Any], how: "_Watched") -> None:
+        if outcome["kind"] == "cancelled":
+            job.set_cancelled()
+            return
+        files = _published(job, outcome)
+        if files is None:
+            return
+        if how.code and outcome["kind"] == "done":
+            self._learn(how.code, job)
+        value = _answer_of(job, outcome, files, how.results)
+        with suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+            if isinstance(value, _Packed) and value.words:
+                job.set_exception(value)
             else:
-                with suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
-                    job.set_result(value)
+                job.set_result(value)
 
     def _learn(self, code: str, job: Job[Any]) -> None:
         """Store the needs of a run. If they are unknown, the next run asks for a whole GPU again."""
@@ -301,8 +345,14 @@ class Executor(concurrent.futures.Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         with self._lock:
             self._closed = True
+        errors = []
         for job in self._jobs if cancel_futures else []:
-            job.cancel()
+            try:
+                job.cancel()
+            except MeshError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         if wait:
             concurrent.futures.wait(self._jobs)
 
@@ -321,13 +371,54 @@ def _client_of(state: str) -> Client:
     return Client(state)
 
 
-def _end(job: Job[Any], error: Exception) -> None:
-    with suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for client in list(_clients):
+        client.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _end(job: Job[Any], error: BaseException) -> None:
+    with suppress(BaseException):  # it is cancelled meanwhile, or a callback raises SystemExit
         job.set_exception(error)
 
 
-def _answer_of(job: Job[Any], outcome: dict[str, Any], results: str) -> Any:
-    files = _published(job, outcome)
+class _Packed(Exception):
+    """A pickled answer. `words`: the exception that it is, as text; empty for a value.
+
+    It is unpickled when its user asks, since that runs code of the node that answered, as the user and in their thread.
+    """
+
+    def __init__(self, id: str, data: bytes, words: str = "") -> None:
+        super().__init__(words)
+        self._id, self._data, self.words = id, data, words
+
+    @cached_property
+    def unpacked(self) -> tuple[Any, Exception | None]:
+        """Its value and its exception, one of which is None."""
+        data, self._data = self._data, b""
+        if self.words:
+            error = _raised(self.words, data)
+            error.__cause__ = self.__cause__
+            return None, error
+        try:
+            return pickle.loads(data), None
+        except (Exception, SystemExit) as error:
+            return None, _unreadable(self._id, error)
+
+
+def _unreadable(id: str, error: BaseException) -> JobFailed:
+    failed = JobFailed(f"job {id[:8]} is done, but its answer cannot be read here: {error!r}")
+    failed.__cause__ = error
+    return failed
+
+
+def _answer_of(job: Job[Any], outcome: dict[str, Any], files: dict[str, bytes], results: str) -> Any:
+    """Return the value that a job's files hold, or a `_Packed` one. JobFailed if there is none."""
     if ANSWER not in files:
         raise JobFailed(f"job {job.id[:8]}: {outcome['detail']}{_tail(job)}")
     try:
@@ -338,36 +429,40 @@ def _answer_of(job: Job[Any], outcome: dict[str, Any], results: str) -> Any:
                 f"job {job.id[:8]} answers with what is no JSON, which is not looked at with results='json'"
             )
         if reply["kind"] == "value":
-            return reply["value"] if packed is None else pickle.loads(packed)
+            return reply["value"] if packed is None else _Packed(job.id, packed)
         words, there = f"{reply['type']}: {reply['text']}", RemoteTraceback(str(reply["traceback"]))
-    except (ValueError, KeyError, TypeError, pickle.UnpicklingError, ImportError, AttributeError, EOFError) as error:
-        raise JobFailed(f"job {job.id[:8]} is done, but its answer cannot be read here: {error!r}") from error
-    raise _raised(words, packed) from there
-
-
-def _raised(words: str, packed: bytes | None) -> Exception:
-    """Return the exception that a function raised; a JobFailed if it cannot be unpickled or would end this program."""
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(job.id, error) from error
     if packed is None:
-        return JobFailed(words)
+        raise JobFailed(words) from there
+    raised = _Packed(job.id, packed, words)
+    raised.__cause__ = there
+    return raised
+
+
+def _raised(words: str, packed: bytes) -> Exception:
+    """Return the exception that a function raised; a JobFailed if it cannot be unpickled or would end this program."""
     try:
         error = pickle.loads(packed)
-    except Exception as unreadable:
+    except (Exception, SystemExit) as unreadable:
         return JobFailed(f"{words} (it cannot be unpacked here: {unreadable!r})")
     return error if isinstance(error, Exception) else JobFailed(words)
 
 
-def _published(job: Job[Any], outcome: dict[str, Any]) -> dict[str, bytes]:
-    """Return the files of its output directory that hold its answer; empty if there are none."""
-    for number in range(FETCH_TRIES):
-        try:
-            return _answer_files(job.client.agent.stream(f"/v1/jobs/{job.id}/files?path=out"))
-        except MeshError as error:
-            if error.code == ExitCode.NOT_FOUND:
-                return {}
-            if number == FETCH_TRIES - 1:
-                raise JobFailed(f"job {job.id[:8]} is over ({outcome['detail']}), but {error}") from error
-            time.sleep(POLL_S * 2**number)
-    raise AssertionError("unreachable")
+def _published(job: Job[Any], outcome: dict[str, Any]) -> dict[str, bytes] | None:
+    """Return the files of its output directory that hold its answer; empty if there are none, None to try again later."""
+    try:
+        return _answer_files(job.client.agent.stream(f"/v1/jobs/{job.id}/files?path=out"))
+    except (NoDaemon, JobFailed):
+        raise
+    except MeshError as error:
+        if error.code == ExitCode.NOT_FOUND:
+            return {}
+        job.fetches += 1
+        if job.fetches == FETCH_TRIES:
+            raise JobFailed(f"job {job.id[:8]} is over ({outcome['detail']}), but {error}") from error
+        job.fetch_s = time.monotonic() + POLL_S * 2**job.fetches
+        return None
 
 
 def _answer_files(pieces: Iterator[bytes]) -> dict[str, bytes]:
