@@ -10,8 +10,10 @@ import contextlib
 import logging
 import re
 import socket
+from asyncio.staggered import staggered_race
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from itertools import zip_longest
 
 import h11
 
@@ -33,6 +35,7 @@ READ_BYTES = 4096  # while a head or a ClientHello is read: the most beyond thei
 PIECE_BYTES = 65_536
 HANDSHAKE_S = 20.0  # for a request and its connection, and then for the ClientHello (own choice)
 CONNECT_S, ADDRESSES = 5.0, 4  # for one address, and how many are tried (own choice)
+NEXT_S = 0.25  # until the next address is tried beside one that does not answer (RFC 8305, 5)
 IDLE_S = 600.0  # without a byte in either direction (own choice)
 REFUSALS_TOLD = 16  # different refused destinations of one attempt in its events (own choice)
 HOP_BY_HOP = {
@@ -120,13 +123,23 @@ class Proxy:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+        head = 0
+
+        async def read() -> bytes:
+            nonlocal head
+            data = await reader.read(READ_BYTES)
+            head += len(data)
+            self._spend(len(data))
+            return data
+
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                request = await _event(client, lambda: reader.read(READ_BYTES))
+                request = await _event(client, read)
                 if not isinstance(request, h11.Request):
                     return
                 where, path = _asked(request)
                 upstream = await self._connect(where)
+                self._traffic[where].sent += head
         except (Refusal, h11.RemoteProtocolError, TimeoutError) as error:
             refusal = _refusal_of(error)
             self._tell_refused(refusal)
@@ -159,19 +172,15 @@ class Proxy:
             raise Refusal(403, str(error), where) from error
         except (OSError, UnicodeError) as error:
             raise Refusal(502, f"{host} was not found: {error}", where) from error
-        problem: OSError | None = None
-        for address in addresses[:ADDRESSES]:
-            try:
-                async with asyncio.timeout(CONNECT_S):
-                    streams = await asyncio.open_connection(address, int(port), limit=PIECE_BYTES)
-            except OSError as error:  # also a time that is over
-                problem = error
-                continue
-            if where not in self._traffic:
-                self._note(f"connected to {where}")
-            self._traffic.setdefault(where, Traffic()).connections += 1
-            return streams
-        raise Refusal(502, f"{where} does not answer: {problem or 'it has no address'}", where)
+        tries = [partial(_opened, address, int(port)) for address in _in_turn(addresses)[:ADDRESSES]]
+        streams: Streams | None
+        streams, _, problems = await staggered_race(tries, NEXT_S)
+        if streams is None:
+            raise Refusal(502, f"{where} does not answer: {problems[-1] if problems else 'it has no address'}", where)
+        if where not in self._traffic:
+            self._note(f"connected to {where}")
+        self._traffic.setdefault(where, Traffic()).connections += 1
+        return streams
 
     async def _tunnel(self, client: h11.Connection, guest: Streams, server: Streams, where: str) -> None:
         """Pass bytes between a guest and a server once the guest's TLS has named the server's host."""
@@ -184,13 +193,13 @@ class Proxy:
             name = hello.feed(client.trailing_data[0])
             while name is None:
                 data = await reader.read(READ_BYTES)
+                self._count(where, data, 0)
                 if not data:
                     return
                 name = hello.feed(data)
         host = where.rpartition(":")[0]
         if name != host:
             raise HelloRefused(f"TLS for {name[:253] if name.isprintable() else 'another host'}, not for {host}")
-        self._count(where, bytes(hello.received), 0)
         server[1].write(hello.received)
         async with asyncio.timeout(IDLE_S) as idle:
             sent, received = (self._reading(end, where, idle, way) for way, end in enumerate((guest, server)))
@@ -258,6 +267,19 @@ class Proxy:
         if refusal.where not in self._refused and len(self._refused) < REFUSALS_TOLD:
             self._refused.add(refusal.where)
             self._note(f"refused: {refusal}")
+
+
+async def _opened(address: str, port: int) -> Streams:
+    async with asyncio.timeout(CONNECT_S):
+        return await asyncio.open_connection(address, port, limit=PIECE_BYTES)
+
+
+def _in_turn(addresses: list[str]) -> list[str]:
+    """Order addresses so that both families take turns, from the first: one of them may be broken here."""
+    ipv6 = [one for one in addresses if ":" in one]
+    ipv4 = [one for one in addresses if ":" not in one]
+    families = (ipv6, ipv4) if addresses[:1] == ipv6[:1] else (ipv4, ipv6)
+    return [one for pair in zip_longest(*families) for one in pair if one is not None]
 
 
 def _asked(request: h11.Request) -> tuple[str, str | None]:

@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,7 @@ from mesh.network.client_hello import ACCESS_DENIED
 from mesh.network.proxy import Proxy
 from mesh.network.proxy_rules import ProxyRules
 from tests.network.hellos import hello
-from tests.tls_site import HOST, Site, site
+from tests.tls_site import ANSWER, HOST, Site, site
 
 WAIT_S = 60.0
 JOB = b"j" * 16
@@ -180,6 +181,54 @@ async def test_bytes_of_a_job_are_bounded_over_its_attempts(tmp_path: Path) -> N
         answer = await again.said(f"CONNECT {large.where} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert answer.split()[1] == b"429"
         await again.proxy.close()
+
+
+async def test_every_byte_of_a_guest_counts_once(tmp_path: Path, served: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site(tmp_path, tls=False) as plain:
+        monkeypatch.setattr(proxies, "HTTP_PORT", plain.port)
+        wire = Wire(plain.where, served.where, most_bytes=64 * 1024)
+        body = b"x" * 100
+        ask = f"POST http://{plain.where}/{'y' * 14_000} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        answer = await wire.said(ask.encode() + body)
+        used = len(ask) + len(body) + len(ANSWER)
+        assert answer.endswith(b"hello") and wire.node._used[JOB] == used
+        reader, writer = await wire.tunnel(served.where)
+        used += len(f"CONNECT {served.where} HTTP/1.1\r\nHost: {served.where}\r\n\r\n")
+        writer.write(hello(b"evil.example.org"))
+        assert await reader.read() == ACCESS_DENIED
+        writer.close()
+        assert wire.node._used[JOB] == used + len(hello(b"evil.example.org"))
+        answers = [await wire.said(ask.encode() + body) for _ in range(8)]
+        assert answers[-1] == b"" or answers[-1].split()[1] == b"429"
+        assert len(plain.heads) == 4
+        await wire.proxy.close()
+        assert any(text.startswith(f"{plain.where}: 4 connections, ") for text in wire.told)
+
+
+async def test_family_that_is_broken_here_delays_a_connection_a_little(
+    served: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = asyncio.open_connection
+    tried = list[str]()
+
+    async def broken(address: str, *rest: Any, **more: Any) -> Any:
+        tried.append(address)
+        if ":" in address:
+            await asyncio.sleep(WAIT_S)  # its packets vanish
+        return await connect(address, *rest, **more)
+
+    wire = Wire(served.where)
+    ipv6 = [f"2001:db8::{number}" for number in range(4)]
+    wire.answers[HOST] = [*ipv6, "127.0.0.1"]
+    ends = await wire.connect()
+    monkeypatch.setattr(asyncio, "open_connection", broken)
+    ends[1].write(f"CONNECT {served.where} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    async with asyncio.timeout(WAIT_S / 10):
+        assert (await ends[0].readline()).startswith(b"HTTP/1.1 200 ")
+    assert tried == [ipv6[0], "127.0.0.1"]
+    assert proxies._in_turn(["a", "b", "::1", "::2", "::3"]) == ["a", "::1", "b", "::2", "::3"]
+    ends[1].close()
+    await wire.proxy.close()
 
 
 async def test_connections_of_a_job_are_bounded(served: Site, monkeypatch: pytest.MonkeyPatch) -> None:
