@@ -74,10 +74,6 @@ class Added(NamedTuple):
     chunk_bytes: int
 
 
-class Stopped(RuntimeError):
-    """The add was stopped; what it has stored stays for the next one."""
-
-
 class Row(NamedTuple):
     """What the table knows of an entry. `child`: the directory's own number. `parts`: packed `Part`s, or a link's target."""
 

@@ -55,3 +55,7 @@ class BadPath(BadManifest):
 
 class NotFound(StoreError):
     """This store has no such manifest or file."""
+
+
+class Stopped(RuntimeError):
+    """Raised by a report of progress, to end the work; what an add has stored stays for the next one."""

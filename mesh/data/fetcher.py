@@ -17,7 +17,7 @@ from membership.identity import NodeId
 from mesh.data.directory import SOURCES, DataDirectory
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
-from mesh.data.space import Space
+from mesh.data.space import Room, Space
 from mesh.rpc.client import PeerClient, PeerError
 from mesh.rpc.parallel_fetch import Pulled, fetched_chunks, pulled
 from mesh.util.byte_text import amount, part
@@ -35,15 +35,21 @@ COMING_S = 1.0  # for which a chunk on its way is awaited, and other fetches giv
 log = logging.getLogger(__name__)
 
 Tell = Callable[[str], None]
+Whose = Callable[[], bytes | None]  # the job by whose rights chunks are requested now; None: by this node's user's
 
 
 @dataclass
 class Progress:
-    """The progress of a fetch: a text, the bytes that have arrived, and whether there is room for all of it."""
+    """The progress of a fetch: a text, the bytes that have arrived, whether there is room for all of it, and who waits."""
 
     words: str = "waits until other data sets have come"
     came: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: list[Whose] = field(default_factory=list)
+
+    def job(self) -> bytes | None:
+        """Return a job that still waits, if there is one."""
+        return next((job for whose in self.waiting if (job := whose()) is not None), None)
 
 
 class DataFetcher:
@@ -71,18 +77,20 @@ class DataFetcher:
     async def close(self) -> None:
         await asyncio.gather(*(shared.end() for shared, _ in list(self._fetches.values())))
 
-    async def fetch(self, identity: bytes, manifest: DataManifest, job: bytes | None, tell: Tell) -> None:
+    async def fetch(self, identity: bytes, manifest: DataManifest, whose: Whose, tell: Tell) -> None:
         """Bring all chunks of a data set here. FetchFailed. It ends when nobody waits for it any more."""
         found = self._fetches.get(identity)
         if found is None or found[0].task.done():
             progress = Progress()
-            work = self._fetch(progress, identity, manifest, job)
+            work = self._fetch(progress, identity, manifest)
             found = SharedTask(work, f"fetch data set {manifest.full_name}"), progress
             self._fetches[identity] = found
         shared, progress = found
+        progress.waiting.append(whose)
         try:
             await shared.wait(lambda: tell(progress.words), TELL_S)
         finally:
+            progress.waiting.remove(whose)
             over = shared.task.done() or shared.task.cancelling()
             if over and self._fetches.get(identity) is found:
                 del self._fetches[identity]
@@ -122,7 +130,7 @@ class DataFetcher:
             self._urgent += 1
             self._calm.clear()
             try:
-                await self._get(identity, job, some, {}, lambda got: None, urgent=True)
+                await self._get(identity, lambda: job, some, {}, lambda got: None, urgent=True)
             finally:
                 self._urgent -= 1
                 if not self._urgent:
@@ -131,9 +139,8 @@ class DataFetcher:
                 plan.came(some)
         return sum(some.values())
 
-    async def _fetch(self, progress: Progress, identity: bytes, manifest: DataManifest, job: bytes | None) -> None:
-        async with self._turn:
-            await self._space.make_room(manifest.chunk_bytes, manifest.full_name)
+    async def _fetch(self, progress: Progress, identity: bytes, manifest: DataManifest) -> None:
+        async with self._turn, self._space.room(manifest.chunk_bytes, manifest.full_name) as room:
             progress.begun.set()
             sealed = self._directory.sealed(identity)
             assert sealed is not None
@@ -143,7 +150,7 @@ class DataFetcher:
                 before = progress.came
                 try:
                     with self._holdings.store.working():
-                        await self._round(progress, identity, manifest, job, failed)
+                        await self._round(progress, room, identity, manifest, failed)
                         assert manifest.root is not None
                         await asyncio.to_thread(self._holdings.store.publish, identity, sealed, manifest.root)
                     break
@@ -163,9 +170,9 @@ class DataFetcher:
     async def _round(
         self,
         progress: Progress,
+        room: Room,
         identity: bytes,
         manifest: DataManifest,
-        job: bytes | None,
         failed: dict[NodeId, str],
     ) -> None:
         """Walk the tree and fetch what is missing in the order of its files, pages first."""
@@ -184,11 +191,14 @@ class DataFetcher:
                 some = {one: batch[one] for one in missing[start : start + CHUNKS]}
 
                 def tell(got: int, passed: int = passed) -> None:
+                    room.left = max(0, manifest.chunk_bytes - passed - got)
                     progress.words = f"{manifest.full_name}: {part(min(passed + got, total), total)}"
 
-                await self._get(identity, job, some, failed, tell)
-                passed += sum(some.values())
-                progress.came += sum(some.values())
+                await self._get(identity, progress.job, some, failed, tell)
+                got = sum(some.values())
+                tell(got)
+                passed += got
+                progress.came += got
 
         while stack or wanted:
             if stack and len(wanted) < CHUNKS:
@@ -218,7 +228,7 @@ class DataFetcher:
     async def _get(
         self,
         identity: bytes,
-        job: bytes | None,
+        whose: Whose,
         missing: Mapping[bytes, int],
         failed: dict[NodeId, str],
         tell: Callable[[int], None],
@@ -236,7 +246,7 @@ class DataFetcher:
             if not urgent:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._calm.wait(), COMING_S)
-            return await self._pull(identity, job, request)
+            return await self._pull(identity, whose(), request)
 
         def fault(source: NodeId, error: BaseException) -> str | None:
             if isinstance(error, CorruptChunk):

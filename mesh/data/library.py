@@ -7,12 +7,13 @@ A node that has all of a data set announces that and gives it on.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ckptstore.dataset import Link
-from ckptstore.errors import StoreError
+from ckptstore.errors import Stopped, StoreError
 from membership.envelope import seal
 from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
@@ -51,6 +52,7 @@ TIDY_S = 60.0
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Check = Callable[[], None]  # to be called often; raises Stopped once the work is to end
 
 
 class Work:
@@ -60,7 +62,6 @@ class Work:
         self.kind, self.name = kind, name
         self.words = ""
         self.result: dict[str, object] = {}
-        self.stopped = False
         self.source: object = None
         self.task: asyncio.Task[None]
 
@@ -138,7 +139,6 @@ class DataLibrary:
 
     async def close(self) -> None:
         for work in self.works.values():
-            work.stopped = True
             work.task.cancel()
         await asyncio.gather(*(work.task for work in self.works.values()), return_exceptions=True)
         await self.streams.close()
@@ -225,16 +225,18 @@ class DataLibrary:
     async def _add(
         self, work: Work, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool
     ) -> None:
-        from ckptstore.dataset_adder import Adder, Progress, Stopped  # it needs numpy
+        from ckptstore.dataset_adder import Added, Adder, Progress  # it needs numpy
 
-        def tell(progress: Progress) -> None:
-            if work.stopped:
-                raise Stopped("the daemon stops")
-            work.at(f"{progress.files} files, {amount(progress.bytes)}, {amount(progress.read)} of that read")
+        def read(check: Check) -> Added:
+            def tell(progress: Progress) -> None:
+                check()
+                work.at(f"{progress.files} files, {amount(progress.bytes)}, {amount(progress.read)} of that read")
+
+            return Adder(self.holdings.store, tell, rehash).add(path)
 
         begun = time.monotonic()
         with self.holdings.store.working():
-            added = await _finished(asyncio.to_thread(lambda: Adder(self.holdings.store, tell, rehash).add(path)))
+            added = await _finished(read)
             work.at("is signed")
             sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes)
             identity = data_id(sealed)
@@ -303,19 +305,27 @@ class DataLibrary:
         """Read every chunk of a data set here, and fetch again what is damaged."""
 
         async def do(work: Work) -> None:
-            from ckptstore.checker import check_packs
+            from ckptstore.checker import VerifyReport, check_packs
 
-            if not self.holdings.used[identity]:
-                await asyncio.to_thread(self.holdings.store.drop_tree, identity)  # it is made again at its next use
-            packs = await asyncio.to_thread(lambda: check_packs(self.holdings.store, work.at))
-            missing = await asyncio.to_thread(self.holdings.store.missing_of, identity)
+            store = self.holdings.store
+
+            def read(check: Check) -> tuple[VerifyReport, list[tuple[bytes, int]]]:
+                def tell(words: str) -> None:
+                    check()
+                    work.at(words)
+
+                if not self.holdings.used[identity]:
+                    store.drop_tree(identity)  # it is made again at its next use
+                return check_packs(store, tell), store.missing_of(identity)
+
+            packs, missing = await _finished(read)
             work.result = {"chunks": packs.chunks, "damaged": packs.bad_chunks, "fetched_again": 0}
             if missing:
                 work.at(f"{len(missing)} damaged chunks are fetched again")
                 self.holdings.held.discard(identity)
-                await asyncio.to_thread(self.holdings.store.forget, identity)  # its other chunks stay for a day
+                await asyncio.to_thread(store.forget, identity)  # its other chunks stay for a day
                 self._announce()
-                await self.fetcher.fetch(identity, manifest, None, work.at)
+                await self.fetcher.fetch(identity, manifest, lambda: None, work.at)
                 work.result["fetched_again"] = len(missing)
 
         return self.begin("verify", manifest.full_name, do)
@@ -324,7 +334,7 @@ class DataLibrary:
         """Fetch a data set to this node, whether or not a job needs it."""
 
         async def do(work: Work) -> None:
-            await self.fetcher.fetch(identity, manifest, None, work.at)
+            await self.fetcher.fetch(identity, manifest, lambda: None, work.at)
 
         return self.begin("fetch", identity.hex(), do)
 
@@ -354,34 +364,35 @@ class DataLibrary:
                         return Brought(need, stream.path, guest, stream)
                     except MountFailed as error:
                         guest.note(f"{error}: it is fetched first")
-                await self.fetcher.fetch(need.manifest, manifest, guest.job, tell)
-            assert manifest.root is not None
-            root, size = manifest.root, manifest.size
-            if not self.holdings.store.tree(need.manifest).exists():
+                await self.fetcher.fetch(need.manifest, manifest, lambda: guest.job, tell)
+            tree = self.holdings.store.tree(need.manifest)
+            if not tree.exists():
                 async with self._making:
-                    tell("makes room")
-                    await self.space.make_room(manifest.tree_bytes, f"the files of {manifest.full_name}")
-                    done = 0
-
-                    def report(count: int) -> None:
-                        nonlocal done
-                        done = count
-
-                    making = asyncio.create_task(
-                        asyncio.to_thread(self.holdings.store.make_tree, need.manifest, root, report),
-                        name="make a tree",
-                    )
-                    while not making.done():
-                        tell(f"is unpacked: {part(done, size)}")
-                        await asyncio.wait([asyncio.shield(making)], timeout=TELL_S)
-                    making.result()
+                    if not tree.exists():  # it may have been made for another guest meanwhile
+                        await self._unpack(need.manifest, manifest, tell)
             self.holdings.touch(need.manifest)
-            return Brought(need, self.holdings.store.tree(need.manifest), guest)
+            return Brought(need, tree, guest)
         except BaseException as error:
             self.holdings.used[need.manifest] -= 1
             if isinstance(error, StoreError | DataError | OSError):
                 raise FetchFailed(f"data set {need.name}: {error}") from error
             raise
+
+    async def _unpack(self, identity: bytes, manifest: DataManifest, tell: Tell) -> None:
+        assert manifest.root is not None
+        root, done = manifest.root, 0
+
+        def make(check: Check) -> None:
+            def report(count: int) -> None:
+                nonlocal done
+                check()
+                done = count
+
+            self.holdings.store.make_tree(identity, root, report)
+
+        tell("makes room")
+        async with self.space.room(manifest.tree_bytes, f"the files of {manifest.full_name}"):
+            await _finished(make, lambda: tell(f"is unpacked: {part(done, manifest.size)}"))
 
     async def release(self, brought: Brought) -> None:
         """A guest that `bring` served is gone."""
@@ -391,14 +402,27 @@ class DataLibrary:
             self.holdings.used[brought.need.manifest] -= 1
 
 
-async def _finished(doing: Awaitable[T]) -> T:
-    """Wait for a thread's work to its end, even if the wait is cancelled: it uses the store."""
-    task = asyncio.ensure_future(doing)
+async def _finished(work: Callable[[Check], T], report: Callable[[], None] = lambda: None) -> T:
+    """Run work in a thread; wait for its end even if cancelled, since it uses the store. What it gets then raises Stopped."""
+    stopped = False
+
+    def check() -> None:
+        if stopped:
+            raise Stopped("nobody waits for it any more, or the daemon stops")
+
+    task = asyncio.ensure_future(asyncio.to_thread(work, check))
     try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
+        while not task.done():
+            report()
+            await asyncio.wait([task], timeout=TELL_S)
+    except BaseException:
+        stopped = True
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        task.exception()
         raise
+    return task.result()
 
 
 def _heard(task: asyncio.Task[None]) -> None:

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from membership.identity import NodeId
 from mesh.data.directory import ASK_S, DataDirectory
@@ -22,6 +23,13 @@ LEAST_FREE = 1 << 30  # bytes that a fetch leaves free on the disk (own choice)
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class Room:
+    """Room on the disk and in the quota that is kept for something: `left` bytes of it have not come yet."""
+
+    left: int = 0
+
+
 class Space:
     """`keep_s`: how long an older version stays; `changed` is called when a data set has gone."""
 
@@ -36,30 +44,51 @@ class Space:
     ) -> None:
         self._me, self._holdings, self._directory, self._peers = me, holdings, directory, peers
         self._keep_s, self._changed, self._freeing = keep_s, changed, asyncio.Lock()
+        self._rooms: list[Room] = []
 
-    async def make_room(self, more: int, what: str) -> None:
-        """Evict until `more` bytes fit the quota. FetchFailed if they do not, or the disk has no room for them."""
-        async with self._freeing:
-            free = (await asyncio.to_thread(shutil.disk_usage, self._holdings.root)).free
-            if free < more + LEAST_FREE:
-                raise FetchFailed(f"{what}: {amount(more)} are needed and the disk has {amount(free)} free")
-            quota_bytes = self._holdings.store.quota_bytes
-            if quota_bytes is None:
-                return
-            if more > quota_bytes:
-                quota = amount(quota_bytes)
-                raise FetchFailed(f"{what}: {amount(more)} are more than this node keeps ({quota}, data_quota_gib)")
-            for step in (self._drop_one_tree, self._evict_one, self._await_unpinned, self._evict_one):
-                used = await asyncio.to_thread(self._holdings.used_bytes)
-                while used + more > quota_bytes and await step():
-                    before, used = used, await asyncio.to_thread(self._holdings.used_bytes)
-                    if used >= before:  # its packs are still relied on: evicting more would not help now
-                        break
-            if used + more > quota_bytes:
-                raise FetchFailed(
-                    f"{what}: {amount(more)} are needed; of the {amount(quota_bytes)} for data sets (data_quota_gib) "
-                    f"{amount(used)} are used by what is pinned, in use, or on no other node"
-                )
+    @asynccontextmanager
+    async def room(self, more: int, what: str) -> AsyncIterator[Room]:
+        """Evict until `more` bytes fit the quota, and keep that room for the block, which lowers `left` as they come.
+
+        FetchFailed if they do not fit, or the disk has no room for them.
+        """
+        room = Room()
+        self._rooms.append(room)
+        try:
+            async with self._freeing:
+                await self._make_room(more, what)
+                room.left = more
+            yield room
+        finally:
+            self._rooms.remove(room)
+
+    async def _make_room(self, more: int, what: str) -> None:
+        free = (await asyncio.to_thread(shutil.disk_usage, self._holdings.root)).free - self._promised_bytes()
+        if free < more + LEAST_FREE:
+            raise FetchFailed(f"{what}: {amount(more)} are needed and the disk has {amount(max(0, free))} free")
+        quota_bytes = self._holdings.store.quota_bytes
+        if quota_bytes is None:
+            return
+        if more > quota_bytes:
+            quota = amount(quota_bytes)
+            raise FetchFailed(f"{what}: {amount(more)} are more than this node keeps ({quota}, data_quota_gib)")
+        for step in (self._drop_one_tree, self._evict_one, self._await_unpinned, self._evict_one):
+            used = await self._used_bytes()
+            while used + more > quota_bytes and await step():
+                before, used = used, await self._used_bytes()
+                if used >= before:  # its packs are still relied on: evicting more would not help now
+                    break
+        if used + more > quota_bytes:
+            raise FetchFailed(
+                f"{what}: {amount(more)} are needed; of the {amount(quota_bytes)} for data sets (data_quota_gib) "
+                f"{amount(used)} are used by what is on its way, pinned, in use, or on no other node"
+            )
+
+    def _promised_bytes(self) -> int:
+        return sum(room.left for room in self._rooms)
+
+    async def _used_bytes(self) -> int:
+        return await asyncio.to_thread(self._holdings.used_bytes) + self._promised_bytes()
 
     async def _drop_one_tree(self) -> bool:
         """Drop the files of the longest unused set: they can be made again from its chunks."""

@@ -102,7 +102,7 @@ class Stream:
             guest.note(words)
 
     def _fetch_all(self, tell: Tell = lambda words: None) -> asyncio.Task[None]:
-        fetch = self._fetcher.fetch(self.identity, self._manifest, self._job, tell)
+        fetch = self._fetcher.fetch(self.identity, self._manifest, lambda: self._job, tell)
         return asyncio.create_task(fetch, name=f"fetch streamed data set {self._manifest.full_name}")
 
     @property

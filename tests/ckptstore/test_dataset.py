@@ -32,7 +32,7 @@ from ckptstore.dataset import (
     decode_page,
     encode,
 )
-from ckptstore.dataset_adder import Added, Adder, Progress, Stopped
+from ckptstore.dataset_adder import Added, Adder, Progress
 from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
 from ckptstore.errors import (
     BadManifest,
@@ -41,6 +41,7 @@ from ckptstore.errors import (
     FileChanged,
     MissingChunks,
     QuotaExceeded,
+    Stopped,
     StoreError,
     TooLarge,
 )

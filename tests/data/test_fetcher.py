@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from mesh.data import fetcher as fetcher_module
 from mesh.data.fetcher import ROUNDS, DataFetcher
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
+from mesh.data.space import Room
 from mesh.rpc.client import PeerError
 
 FIRST, SECOND = b"1" * 32, b"2" * 32
@@ -53,7 +56,7 @@ class Fetching:
             sealed=lambda identity: b"sealed",
             holders=lambda identity: list(self.listed),
         )
-        space: Any = SimpleNamespace(make_room=self._make_room)
+        space: Any = SimpleNamespace(room=self._make_room)
         self.holdings = Holdings(root / "here", None, directory)
         nothing: Any = None
         self.fetcher = DataFetcher(
@@ -65,8 +68,11 @@ class Fetching:
             lambda identity, sealed, manifest: self.arrived.append(identity),
         )
 
-    async def _make_room(self, more: int, what: str) -> None:
+    @asynccontextmanager
+    async def _make_room(self, more: int, what: str) -> AsyncIterator[Room]:
         self.room.append(more)
+        self.promised = Room(more)
+        yield self.promised
 
     async def pulled(self, peers: None, request: Request, path: str, body: bytes, receiver: Any) -> Any:
         """Stand for the network: hand over what the holder's store streams."""
@@ -85,9 +91,9 @@ class Fetching:
         finish = asyncio.create_task(asyncio.to_thread(receiver.keep))
         return [one for one in request.ids if one in receiver.arrived], finish
 
-    async def fetch(self, **changes: Any) -> None:
+    async def fetch(self, job: bytes | None = JOB, **changes: Any) -> None:
         manifest = msgspec.structs.replace(self.manifest, **changes)
-        await self.fetcher.fetch(self.identity, manifest, JOB, lambda words: None)
+        await self.fetcher.fetch(self.identity, manifest, lambda: job, lambda words: None)
 
 
 @pytest.fixture
@@ -107,7 +113,7 @@ async def test_data_set_comes_from_all_holders(fetching: Fetching) -> None:
     await fetching.fetch()
     assert fetching.arrived == [fetching.identity] and fetching.holdings.store.has(fetching.identity)
     assert {request.source for request in fetching.asked} == {FIRST, SECOND}
-    assert fetching.room == [fetching.bytes]
+    assert fetching.room == [fetching.bytes] and fetching.promised.left == 0
     assert fetching.paths == {f"/v1/data/{fetching.identity.hex()}/chunks?job={JOB.hex()}"}
     tree = fetching.holdings.store.make_tree(fetching.identity, fetching.root)
     assert sum(1 for _ in tree.iterdir()) == FILES
@@ -176,6 +182,20 @@ async def test_fetch_is_shared_and_ends_with_the_last_that_waits(fetching: Fetch
     assert not fetching.fetcher.words(fetching.identity) and not fetching.arrived
     await fetching.fetch()
     assert fetching.arrived == [fetching.identity], "a later one begins anew"
+
+
+async def test_shared_fetch_has_the_rights_of_a_job_that_still_waits(fetching: Fetching) -> None:
+    fetching.hang = asyncio.Event()
+    first, second, user = (asyncio.create_task(fetching.fetch(job)) for job in (JOB, b"k" * 16, None))
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    asked = len(fetching.asked)
+    fetching.paths.clear()
+    fetching.hang.set()
+    await asyncio.gather(second, user)
+    assert len(fetching.asked) > asked and {path.partition("=")[2] for path in fetching.paths} == {"6b" * 16}
 
 
 async def test_node_that_leaves_ends_its_fetches(fetching: Fetching) -> None:

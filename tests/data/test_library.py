@@ -1,32 +1,87 @@
-"""Orders on data sets: a thread uses the store until it ends, also if nobody waits for it any more, and ends with the daemon."""
+"""Orders on data sets, and guests' files: a thread uses the store until it ends, and ends soon once nobody waits for it."""
 
 import asyncio
+import os
 import threading
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ckptstore import dataset_adder
-from ckptstore.dataset_adder import Progress, Stopped
+from ckptstore import checker, dataset_adder
+from ckptstore.dataset_adder import Adder, Progress
+from ckptstore.errors import Stopped
 from membership.identity import Identity
-from mesh.data.library import DataLibrary, _finished
+from mesh.data.library import Brought, Check, DataLibrary, _finished
+from mesh.data.manifest import DataManifest
+from mesh.data.streams import Guest
+from mesh.model.spec import DataNeed
+
+SET = b"i" * 32
+SIZE = 1 << 20
+
+
+class Endless:
+    """Work of ten seconds that reports. `begun` is set with its first report, `ended` by Stopped."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def run(self, report: Callable[[], object]) -> None:
+        self.begun.set()
+        for _ in range(1000):
+            try:
+                report()
+            except Stopped:
+                self.ended.set()
+                raise
+            time.sleep(0.01)
+
+
+@pytest.fixture
+async def library(tmp_path: Path) -> AsyncIterator[DataLibrary]:
+    nobody: Any = SimpleNamespace()
+    library = DataLibrary(
+        tmp_path / "data", 5 * SIZE // 2, 0.0, {}, Identity.generate(), nobody, nobody, nobody, print, lambda: None
+    )
+    await library.holdings.open()
+    yield library
+    await library.close()
+
+
+async def hold(library: DataLibrary, source: Path) -> DataManifest:
+    """Have a data set of `SIZE` bytes on the node."""
+    source.mkdir()
+    (source / "file").write_bytes(os.urandom(SIZE))
+    store = library.holdings.store
+    added = await asyncio.to_thread(lambda: Adder(store, lambda progress: None, False).add(source))
+    manifest = DataManifest(1, "pictures", "ada", b"a" * 32, b"", 1, 1, added.root, added.chunk_bytes, (), True)
+    await asyncio.to_thread(store.publish, SET, b"sealed", added.root)
+    library.directory.known[SET] = manifest
+    library.holdings.held.add(SET)
+    return manifest
+
+
+async def brought(library: DataLibrary, told: Callable[[str], None] = print) -> Brought:
+    guest = Guest(b"j" * 16, print)
+    return await library.bring(DataNeed("ada/pictures", SET), b"b" * 32, guest, told, False)
 
 
 async def test_order_that_is_cancelled_ends_after_its_thread() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def works() -> None:
+    def works(check: Check) -> None:
         begun.set()
         assert go_on.wait(60)
 
-    order = asyncio.create_task(_finished(asyncio.to_thread(works)))
+    order = asyncio.create_task(_finished(works))
     assert await asyncio.to_thread(begun.wait, 60)
-    order.cancel()
     try:
         for _ in range(10):
+            order.cancel()
             await asyncio.sleep(0)
         assert not order.done()
     finally:
@@ -35,32 +90,48 @@ async def test_order_that_is_cancelled_ends_after_its_thread() -> None:
         await order
 
 
-async def test_daemon_that_stops_ends_an_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, stopped = threading.Event(), list[Path]()
-
-    class Endless:
-        """Adds files for ten seconds, unless it is stopped."""
-
-        def __init__(self, store: object, tell: Any, rehash: bool) -> None:
-            self.tell = tell
-
-        def add(self, path: Path) -> None:
-            begun.set()
-            for _ in range(1000):
-                try:
-                    self.tell(Progress(0, 0, 0))
-                except Stopped:
-                    stopped.append(path)
-                    raise
-                time.sleep(0.01)
-
-    monkeypatch.setattr(dataset_adder, "Adder", Endless)
-    nobody: Any = SimpleNamespace()
-    library = DataLibrary(
-        tmp_path / "data", None, 0.0, {}, Identity.generate(), nobody, nobody, nobody, print, lambda: None
-    )
-    await library.holdings.open()
+async def test_daemon_that_stops_ends_an_add(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Endless()
+    add = lambda tell: SimpleNamespace(add=lambda path: work.run(lambda: tell(Progress(0, 0, 0))))  # noqa: E731
+    monkeypatch.setattr(dataset_adder, "Adder", lambda store, tell, rehash: add(tell))
     library.add("pictures", tmp_path, (), False, False)
-    assert await asyncio.to_thread(begun.wait, 60)
+    assert await asyncio.to_thread(work.begun.wait, 60)
     await library.close()
-    assert stopped == [tmp_path]
+    assert work.ended.is_set()
+
+
+async def test_daemon_that_stops_ends_a_verification(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Endless()
+    monkeypatch.setattr(checker, "check_packs", lambda store, tell: work.run(lambda: tell("on its way")))
+    library.verify(SET, await hold(library, tmp_path / "source"))
+    assert await asyncio.to_thread(work.begun.wait, 60)
+    await library.close()
+    assert work.ended.is_set()
+
+
+async def test_guest_that_goes_ends_the_unpacking_of_its_files(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hold(library, tmp_path / "source")
+    work = Endless()
+    make: Any = lambda identity, root, report: work.run(lambda: report(1))  # noqa: E731
+    monkeypatch.setattr(library.holdings.store, "make_tree", make)
+    guest = asyncio.create_task(brought(library))
+    assert await asyncio.to_thread(work.begun.wait, 60)
+    guest.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await guest
+    assert work.ended.is_set() and not library.holdings.used[SET]
+
+
+async def test_guests_that_start_together_share_the_files_of_a_set(library: DataLibrary, tmp_path: Path) -> None:
+    """There is room for the chunks and one copy of the files."""
+    await hold(library, tmp_path / "source")
+    told: list[str] = []
+    paths = {one.path for one in await asyncio.gather(*(brought(library, told.append) for _ in range(3)))}
+    assert len(paths) == 1 and (paths.pop() / "file").stat().st_size == SIZE
+    assert library.holdings.used[SET] == 3 and told.count("makes room") == 1

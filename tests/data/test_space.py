@@ -56,6 +56,10 @@ class Here:
             raise answer
         return answer
 
+    async def make_room(self, more: int, what: str) -> None:
+        async with self.space.room(more, what):
+            pass
+
     def add(self, name: str, used_ago_s: float = 0.0, size: int = SIZE) -> bytes:
         """Add a data set of `size` bytes that cannot be compressed."""
         source = self._root / name
@@ -90,7 +94,7 @@ def _disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 async def test_longest_unused_set_that_another_node_keeps_goes(here: Here) -> None:
     new, old = here.add("new"), here.add("old", used_ago_s=50)
     here.answers = {new: PINNED, old: PINNED}
-    await here.space.make_room(SIZE, "more")
+    await here.make_room(SIZE, "more")
     assert here.holdings.held == {new} and here.gone == 1
     assert not here.holdings.store.has(old) and here.holdings.used_bytes() < 2 * SIZE
 
@@ -100,7 +104,7 @@ async def test_set_that_no_other_node_keeps_stays(here: Here, answer: bytes | Pe
     sets = {here.add("a"), here.add("b")}
     here.answers = {} if answer is None else dict.fromkeys(sets, answer)
     with pytest.raises(FetchFailed, match=r"data_quota_gib.*pinned, in use, or on no other node"):
-        await here.space.make_room(2 * SIZE, "more")
+        await here.make_room(2 * SIZE, "more")
     assert here.holdings.held == sets
 
 
@@ -110,7 +114,7 @@ async def test_pinned_set_and_one_in_use_stay(here: Here) -> None:
     here.holdings.pin(pinned, True)
     here.holdings.used[used] += 1
     with pytest.raises(FetchFailed):
-        await here.space.make_room(2 * SIZE, "more")
+        await here.make_room(2 * SIZE, "more")
     assert here.holdings.held == {pinned, used} and not here.asked
 
 
@@ -128,7 +132,7 @@ async def test_set_pinned_or_used_while_the_other_node_answers_stays(here: Here,
 
     here.before_answer = meanwhile  # type: ignore[assignment]
     with pytest.raises(FetchFailed):
-        await here.space.make_room(2 * SIZE, "more")
+        await here.make_room(2 * SIZE, "more")
     assert one in here.asked and one in here.holdings.held
 
 
@@ -145,7 +149,7 @@ async def test_set_that_was_unpinned_a_moment_ago_is_waited_for(here: Here, monk
         here.holdings.unpinned[one] -= seconds
 
     monkeypatch.setattr(space_module.asyncio, "sleep", sleep)
-    await here.space.make_room(3 * SIZE // 2, "more")
+    await here.make_room(3 * SIZE // 2, "more")
     assert one not in here.holdings.held and len(slept) == 1 and 0 < slept[0] <= UNPINNED_S
 
 
@@ -153,11 +157,26 @@ async def test_more_than_the_quota_or_the_disk_is_refused_at_once(here: Here, mo
     kept = here.add("kept")
     here.answers = {kept: PINNED}
     with pytest.raises(FetchFailed, match="more than this node keeps"):
-        await here.space.make_room(QUOTA + 1, "more")
+        await here.make_room(QUOTA + 1, "more")
     monkeypatch.setattr(space_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=space_module.LEAST_FREE))
     with pytest.raises(FetchFailed, match="the disk has"):
-        await here.space.make_room(1, "more")
+        await here.make_room(1, "more")
     assert kept in here.holdings.held
+
+
+async def test_promised_room_is_kept_until_it_is_used(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with here.space.room(2 * SIZE, "more") as room:
+        with pytest.raises(FetchFailed, match="used by what is on its way"):
+            await here.make_room(2 * SIZE, "a second one")
+        room.left = SIZE
+        here.add("came")
+        with pytest.raises(FetchFailed, match="on its way"):
+            await here.make_room(2 * SIZE, "a second one")
+        free = SimpleNamespace(free=space_module.LEAST_FREE + SIZE)
+        monkeypatch.setattr(space_module.shutil, "disk_usage", lambda path: free)
+        with pytest.raises(FetchFailed, match="the disk has"):
+            await here.make_room(1, "a second one")
+    await here.make_room(SIZE, "a second one")
 
 
 async def test_unpacked_files_go_before_data_sets(here: Here) -> None:
@@ -166,7 +185,7 @@ async def test_unpacked_files_go_before_data_sets(here: Here) -> None:
     assert root is not None
     here.holdings.store.make_tree(one, root)
     here.answers = {one: PINNED}
-    await here.space.make_room(3 * SIZE // 2, "more")
+    await here.make_room(3 * SIZE // 2, "more")
     assert not here.holdings.store.tree(one).exists() and here.holdings.held == {one}
 
 
