@@ -34,24 +34,45 @@ class Notice:
     reason: str
 
 
-_last: tuple[int, Notice | None] = (-1, None)
+class _File:
+    """What the mesh has last written into a file of the control directory."""
+
+    def __init__(self, name: str, decode: Callable[[dict[str, Any]], Any]) -> None:
+        self._name, self._decode = name, decode
+        self._seen, self._content = (-1, -1), None
+
+    def read(self) -> Any:
+        """Return it; None if there is none yet. Malformed content is ignored. Costs one stat while nothing has changed."""
+        control = os.environ.get("MESH_CTL_DIR")
+        if not control:
+            return None
+        path = Path(control) / self._name
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            status = path.stat()
+            seen = (status.st_mtime_ns, status.st_ino)  # two files may have one time
+            if seen != self._seen:
+                self._content = self._decode(json.loads(path.read_text()))
+                self._seen = seen
+        return self._content
+
+
+def _tell(name: str, content: dict[str, Any]) -> None:
+    """Replace a file of the control directory, if it can be: several processes may at a time."""
+    control = os.environ.get("MESH_CTL_DIR")
+    if control:
+        with suppress(OSError):
+            temporary = Path(control) / f".{name}.{os.getpid()}.{threading.get_ident()}.tmp"
+            temporary.write_text(json.dumps(content))
+            temporary.rename(Path(control) / name)
+
+
+_notice = _File("notice.json", lambda fields: Notice(**{name: fields[name] for name in Notice.__dataclass_fields__}))
 
 
 def notice() -> Notice | None:
     """Return the latest notice, or None. Costs one stat while nothing has changed: call it at every step."""
-    global _last  # noqa: PLW0603 - the cache of one file
-    control = os.environ.get("MESH_CTL_DIR")
-    if not control:
-        return None
-    path = Path(control) / "notice.json"
-    try:
-        changed = path.stat().st_mtime_ns
-        if changed != _last[0]:
-            fields = json.loads(path.read_text())
-            _last = (changed, Notice(**{name: fields[name] for name in Notice.__dataclass_fields__}))
-    except (OSError, ValueError, KeyError, TypeError):
-        return _last[1]
-    return _last[1]
+    found: Notice | None = _notice.read()
+    return found
 
 
 def should_yield() -> bool:
@@ -61,22 +82,13 @@ def should_yield() -> bool:
 
 
 class _Timetable:
-    """The state of `should_save`: requests that were read, and own saves."""
+    """The state of `should_checkpoint`: requests that were read, and own saves."""
 
     def __init__(self) -> None:
-        self.seen = (-1, -1)
-        self.number = self.answered = -1
-        self.due_unix = float("inf")
+        self.requests = _File("schedule.json", lambda fields: (int(fields["number"]), float(fields["due_unix"])))
+        self.answered = -1
         self.notice = 0
         self.saved_s = time.monotonic()
-
-    def read(self, path: Path) -> None:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            status = path.stat()
-            if (status.st_mtime_ns, status.st_ino) != self.seen:
-                fields = json.loads(path.read_text())
-                self.number, self.due_unix = int(fields["number"]), float(fields["due_unix"])
-                self.seen = (status.st_mtime_ns, status.st_ino)
 
 
 _timetable = _Timetable()
@@ -89,13 +101,13 @@ def should_checkpoint(every_s: float | None = None) -> bool:
     changed: call it at every step. Without a mesh: True when `every_s` seconds have passed since the last save, or never. Of
     several processes, call it in rank 0 only and share the answer.
     """
-    control, table = os.environ.get("MESH_CTL_DIR"), _timetable
-    if control:
-        table.read(Path(control) / "schedule.json")
-    if table.number >= 0:
-        due = table.number != table.answered and time.time() >= table.due_unix
+    table = _timetable
+    request = table.requests.read()
+    if request is not None:
+        number, due_unix = request
+        due = bool(number != table.answered and time.time() >= due_unix)
         if due:
-            table.answered = table.number
+            table.answered = number
         return due
     latest = notice()
     if latest is not None and latest.kind == "checkpoint" and latest.seq != table.notice:
@@ -110,12 +122,7 @@ def should_checkpoint(every_s: float | None = None) -> bool:
 def stalled(seconds: float) -> None:
     """Report how long a checkpoint has stalled the program. `Checkpoint` does so itself."""
     _timetable.saved_s = time.monotonic()
-    control = os.environ.get("MESH_CTL_DIR")
-    if control:
-        with suppress(OSError):
-            temporary = Path(control) / "stall.tmp"
-            temporary.write_text(json.dumps({"seconds": seconds}))
-            temporary.rename(Path(control) / "stall.json")
+    _tell("stall.json", {"seconds": seconds})
 
 
 def resume_path() -> Path | None:
@@ -126,11 +133,7 @@ def resume_path() -> Path | None:
 
 def progress(step: int, of: int) -> None:
     """Report progress, for `mesh ps` and for the cost of departures."""
-    control = os.environ.get("MESH_CTL_DIR")
-    if control:
-        temporary = Path(control) / "progress.tmp"
-        temporary.write_text(json.dumps({"step": step, "of": of}))
-        temporary.rename(Path(control) / "progress.json")
+    _tell("progress.json", {"step": step, "of": of})
 
 
 class Checkpoint:
@@ -222,13 +225,14 @@ class Checkpoint:
         done()  # before it can be seen
         temporary.rename(final)
         _sync(self.directory)
-        for old in sorted(self.directory.glob("step-*"))[: -self.keep]:
-            self._remove(old)
+        for old in sorted(self.directory.glob("step-*"), key=_step_of)[: -self.keep]:
+            if old != final:  # a program that resumed before a higher step writes lower ones
+                self._remove(old)
         return final
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None."""
-        return max(self.directory.glob("step-*"), default=None)
+        return max(self.directory.glob("step-*"), key=_step_of, default=None)
 
     def _remove(self, path: Path) -> None:
         """Delete a checkpoint under a temporary name, so that a half-deleted one does not look complete."""
@@ -237,6 +241,11 @@ class Checkpoint:
         if path.exists():
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.partition("-")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def _sync(path: Path) -> None:

@@ -1,7 +1,9 @@
 """`mesh.job`, in a job and without a mesh."""
 
 import json
+import multiprocessing
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from mesh.model.spec import Checkpointing
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_last", (-1, None))
+    monkeypatch.setattr(job, "_notice", job._File("notice.json", job._notice._decode))
     monkeypatch.setattr(job, "_timetable", job._Timetable())
     for name in [name for name in os.environ if name.startswith("MESH_")]:
         monkeypatch.delenv(name)
@@ -43,7 +45,10 @@ def test_new_and_changed_notices_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     os.utime(tmp_path / "notice.json", ns=(1, 1))
     notice = job.notice()
     assert notice == job.Notice(1, "checkpoint", 99.0, 30.0, "the owner") and not job.should_yield()
+    before = (tmp_path / "notice.json").stat().st_ino
     write_notice(tmp_path, seq=2, later_field=True)
+    os.utime(tmp_path / "notice.json", ns=(1, 1))  # within one tick of the clock
+    assert (tmp_path / "notice.json").stat().st_ino != before
     assert job.should_yield() and job.notice() is job.notice()
 
 
@@ -59,6 +64,25 @@ def test_progress_file_is_written_atomically(tmp_path: Path, monkeypatch: pytest
     job.progress(3, 9)
     assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
     assert json.loads((tmp_path / "progress.json").read_text()) == {"step": 3, "of": 9}
+
+
+def test_progress_of_several_ranks_ends_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    ranks = [multiprocessing.get_context("fork").Process(target=_rank) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
+    while any(rank.is_alive() for rank in ranks):
+        with suppress(FileNotFoundError):
+            assert json.loads((tmp_path / "progress.json").read_text())["of"] == 1000, "a file is whole"
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path / "gone"))
+    job.progress(1, 2)
+
+
+def _rank() -> None:
+    for step in range(1000):
+        job.progress(step, 1000)
 
 
 def test_resume_path_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +101,18 @@ def test_checkpoints_are_atomic_and_the_newest_are_kept(tmp_path: Path, monkeypa
     assert latest is not None and (latest / "weights").read_text() == "10"
     keeper.save(10, lambda path: (path / "weights").write_text("again"))
     assert (keeper.directory / "step-00000010" / "weights").read_text() == "again"
+
+
+def test_checkpoint_that_was_just_written_stays(tmp_path: Path) -> None:
+    keeper = job.Checkpoint(tmp_path, keep=2)
+    for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
+        assert keeper.save(step, lambda path: None).exists()
+        latest = keeper.latest()
+        assert latest is not None and int(latest.name[5:]) == step
+    assert len([*tmp_path.iterdir()]) == 2
+    keeper = job.Checkpoint(tmp_path / "one", keep=1)
+    keeper.save(100, lambda path: None)
+    assert keeper.save(60, lambda path: None).exists(), "resumed from an older one"
 
 
 def test_failed_save_keeps_previous_checkpoint(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_last", (-1, None))
+    monkeypatch.setattr(job, "_notice", job._File("notice.json", job._notice._decode))
     for name in [name for name in os.environ if name.startswith("MESH_")]:
         monkeypatch.delenv(name)
 

@@ -28,7 +28,7 @@ def run(resume, *more):
     os.environ["MESH_CTL_DIR"] = str(where / "ctl")
     os.environ["MESH_CKPT_DIR"] = str(where / "ckpts")
     os.environ["MESH_RESUME"] = str(where / "ckpts" / resume.name) if resume is not None else ""
-    job._last = (-1, None)
+    job._notice = job._File("notice.json", job._notice._decode)
     code, digest, step = 0, None, None
     try:
         digest, step = program.train([*options, *more])
