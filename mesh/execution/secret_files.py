@@ -5,7 +5,6 @@ its files in memory until its next start, or the machine's.
 """
 
 import os
-import resource
 import shlex
 import stat
 from collections.abc import Mapping
@@ -101,9 +100,3 @@ def file_system_of(path: Path) -> str:
     device = path.stat().st_dev
     mine = f"{os.major(device)}:{os.minor(device)}"
     return next((mount.kind for mount in mounts() if mount.device == mine), "")
-
-
-def no_core_dumps() -> None:
-    """Keep the memory of this process, and of those that it starts, out of core dumps."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))

@@ -7,9 +7,10 @@ from pathlib import Path
 from ckptstore.cipher import StateCipher
 from membership.identity import Identity
 from mesh.checkpoints.secrets import open_secrets
-from mesh.execution.secret_files import VARIABLES, GuestSecrets, SecretFiles, no_core_dumps, shell_lines
+from mesh.execution.secret_files import VARIABLES, GuestSecrets, SecretFiles, shell_lines
 from mesh.model.secrets import SecretError, is_file
 from mesh.model.spec import JobSpec
+from mesh.util.processes import no_core_dumps
 
 
 class AttemptSecrets:

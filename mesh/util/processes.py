@@ -7,6 +7,7 @@ for an end.
 import contextlib
 import errno
 import os
+import resource
 import signal
 from typing import NamedTuple
 
@@ -60,6 +61,22 @@ class Process(NamedTuple):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             finally:
                 os.close(descriptor)
+
+
+def no_core_dumps() -> None:
+    """Keep the memory of this process, and of those that it starts, out of core dumps, for good."""
+    most = core_limit()
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+def core_limit() -> int:
+    """Return the RLIMIT_CORE of a process without core dumps.
+
+    The kernel pipes a dump to a handler such as systemd-coredump whatever the limit, unless that is 1 (fs/coredump.c). 0 where
+    the hard limit does not allow that.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    return 1 if hard else 0
 
 
 def lines_of(path: str) -> list[str]:

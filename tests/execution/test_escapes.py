@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -68,13 +69,14 @@ async def test_container_cannot_gain_rights(bench: Bench) -> None:
     busybox dmesg >/dev/null 2>&1 && echo "GOT the kernel's log"
     busybox insmod /tmp/x 2>/dev/null && echo "GOT a module"
     ulimit -Hn 9999999 2>/dev/null && echo "GOT files"
-    cat /proc/self/status; busybox id
+    cat /proc/self/status; busybox id; busybox grep 'core file' /proc/self/limits
     """
     said = await bench.output(script)
     assert "GOT" not in said and "uid=0" not in said and "gid=0" not in said
     for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
         assert f"{name}:\t0000000000000000" in said
     assert "NoNewPrivs:\t1" in said and "Seccomp:\t2" in said
+    assert re.search(r"Max core file size +1 +1 ", said), "with 0, a dump could be piped to a handler of the host"
 
 
 async def test_container_cannot_mount(bench: Bench) -> None:

@@ -29,6 +29,7 @@ from mesh.execution.wrapped import WrappedGuest
 from mesh.network.egress import CAMPUS, chain_of, policy_of, rules
 from mesh.util import cgroups
 from mesh.util.errors import ConfigError
+from mesh.util.processes import core_limit
 from placement.advert import Portion
 from tests.execution.bench import LOOP, WAIT_S, Bench
 
@@ -117,6 +118,11 @@ def test_podman_gets_gpus_by_cdi(tmp_path: Path) -> None:
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("true", gpus=(Portion("GPU-aa", 100, 1024),))
     (request,) = arguments(launch, "node", "none", Traits("Podman"))["device_requests"]
     assert request["Driver"] == "cdi" and request["DeviceIDs"] == ["nvidia.com/gpu=GPU-aa"]
+
+
+def test_container_makes_no_core_dumps() -> None:
+    (limit,) = arguments(LAUNCH, "node", "none", Traits())["ulimits"]
+    assert limit == {"Name": "core", "Soft": core_limit(), "Hard": core_limit()}
 
 
 def test_container_has_its_environment_first_and_cannot_write_it(tmp_path: Path) -> None:

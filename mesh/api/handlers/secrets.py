@@ -12,11 +12,11 @@ from mesh.api import schemas
 from mesh.api.handlers.lookup import find_node
 from mesh.api.requests import RemoveSecrets, SetSecret, SubmitOrder
 from mesh.checkpoints.secrets import seal_secrets
-from mesh.execution.secret_files import no_core_dumps
 from mesh.jobs.secret_vault import SecretVault
 from mesh.model.secrets import SecretError, Use, check_uses, parse_use
 from mesh.model.spec import JobSpec
 from mesh.util.errors import ExitCode, MeshError
+from mesh.util.processes import no_core_dumps
 
 MINE, TRUSTED = "mine", "trusted"
 

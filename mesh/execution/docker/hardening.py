@@ -20,6 +20,7 @@ from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.engine import CKPT, CTL, INSIDE, NO_GPUS, OUT, WORK, Launch, contract_env
 from mesh.execution.secret_files import VARIABLES
 from mesh.util import trees
+from mesh.util.processes import core_limit
 
 GUEST_UID = 65_532  # "nonroot" in distroless images; owns nothing on a normal host
 KEEP_ID = (
@@ -95,6 +96,7 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits, path: str
         "network_mode": network,
         "ipc_mode": "private",
         "pids_limit": launch.pids,
+        "ulimits": [docker.types.Ulimit(name="core", soft=core_limit(), hard=core_limit())],
         "device_requests": devices,
         "init": traits.init and not launch.system,  # Debian's is a link, and CRIU would mount the link
         "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the only copy

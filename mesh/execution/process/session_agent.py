@@ -22,6 +22,7 @@ from typing import Any
 
 from mesh.execution.process import confinement
 from mesh.execution.session_framing import TooLong, Unframer, framed
+from mesh.util.processes import no_core_dumps
 
 INPUT, OUTPUT, ERRORS, CONTROL = 0, 1, 2, 3  # as in mesh.rpc.frames, which needs more than the standard library
 PIECE_BYTES, MAX_FRAME_BYTES = 32 * 1024, 256 * 1024
@@ -310,7 +311,7 @@ def become_command(order: Spec, spec: Spec, stdio: tuple[int, int, int]) -> None
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         confinement.drop_capabilities()
         reset_signals()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        no_core_dumps()
         if spec["memory_mib"]:
             limit = spec["memory_mib"] << 20
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
