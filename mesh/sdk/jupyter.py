@@ -25,6 +25,7 @@ from datetime import datetime
 from typing import Any
 
 SOCKET, TOKEN = "jupyter.sock", "jupyter.token"
+TERMINALS = "api/terminals"
 SAYS = "mesh job jupyter: "  # prefix of lines of the log that are meant for the user
 NOT_FOUND = 127
 WARN_PART = 6  # a warning comes when 1/6 of the idle time is left (own choice)
@@ -109,7 +110,7 @@ class Lab:
     def used(self, now: float) -> float:
         """Return the Unix time of the last activity of a kernel or terminal; now, while one is busy or if unknown."""
         try:
-            kernels, terminals = self._get("api/kernels"), self._get("api/terminals")
+            kernels, terminals = self._get("api/kernels"), self._get(TERMINALS)
             if any(kernel["execution_state"] != "idle" for kernel in kernels):
                 return now
             return max([0.0, *(_unix(one["last_activity"]) for one in (*kernels, *terminals))])
@@ -125,7 +126,11 @@ class Lab:
             headers = {"Authorization": f"token {self._token}"}
             connection.request("GET", f"{self._base}{path}?no_track_activity=1", headers=headers)
             answer = connection.getresponse()
-            return json.loads(answer.read()) if answer.status == 200 else []
+            if answer.status == 404 and path == TERMINALS:  # a server may have none
+                return []
+            if answer.status != 200:
+                raise ValueError(f"JupyterLab answers {answer.status}")
+            return json.loads(answer.read())
         finally:
             connection.close()
 

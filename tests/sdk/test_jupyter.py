@@ -1,17 +1,22 @@
 """Idleness of `mesh job jupyter` sessions; their program needs only the standard library."""
 
 import ast
+import json
+import socket
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import mesh.sdk.jupyter
-from mesh.sdk.jupyter import Idleness, base_url, gpu_used
+from mesh.sdk.jupyter import Idleness, Lab, base_url, gpu_used
 
 HOUR = 3600.0
+NOW = 1e9
 
 
 def test_idle_session_is_warned_once_and_then_ended() -> None:
@@ -40,6 +45,40 @@ def test_session_never_ends_unwarned_or_in_use(looks: list[tuple[float, float]])
         assert word != "end" or warned or passed > HOUR / 6
         if word == "end":
             return
+
+
+@pytest.mark.parametrize(
+    ("kernels", "terminals", "used"),
+    [
+        ((200, [{"execution_state": "idle", "last_activity": "1970-01-01T00:01:40Z"}]), (404, {}), 100.0),
+        ((200, [{"execution_state": "busy", "last_activity": "1970-01-01T00:01:40Z"}]), (200, []), NOW),
+        ((200, []), (200, [{"last_activity": "1970-01-01T00:01:40Z"}]), 100.0),
+        ((500, []), (200, []), NOW),
+        ((404, []), (200, []), NOW),
+        ((200, []), (403, []), NOW),
+        ((200, "x"), (200, []), NOW),
+    ],
+)
+def test_session_whose_state_is_unknown_is_in_use(
+    kernels: tuple[int, Any], terminals: tuple[int, Any], used: float, tmp_path: Path
+) -> None:
+    """JupyterLab's API, by a server on a socket as it has it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+
+        def serve() -> None:
+            for status, content in (kernels, terminals):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65_536)
+                    body = json.dumps(content).encode()
+                    connection.sendall(b"HTTP/1.1 %d -\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
+
+        threading.Thread(target=serve, daemon=True).start()
+        lab = object.__new__(Lab)
+        lab._path, lab._base, lab._token = str(tmp_path / "s"), "/mesh/x/", "token"
+        assert lab.used(NOW) == used
 
 
 def test_infinite_idle_limit_never_ends_a_session() -> None:
