@@ -176,7 +176,8 @@ class Proxy:
         streams: Streams | None
         streams, _, problems = await staggered_race(tries, NEXT_S)
         if streams is None:
-            raise Refusal(502, f"{where} does not answer: {problems[-1] if problems else 'it has no address'}", where)
+            why = dict.fromkeys(str(problem) or f"nothing within {CONNECT_S:g} s" for problem in problems)
+            raise Refusal(502, f"{where} does not answer: {'; '.join(why) or 'it has no address'}", where)
         if where not in self._traffic:
             self._note(f"connected to {where}")
         self._traffic.setdefault(where, Traffic()).connections += 1

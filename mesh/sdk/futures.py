@@ -91,7 +91,7 @@ class Job(concurrent.futures.Future[T], Generic[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the exception of the function, or None. Unpickles the answer, as `result` does."""
-        self.client.watch()
+        self.client.poll()
         error = super().exception(timeout)
         found = super().result() if error is None else error
         with self._ending:
@@ -225,10 +225,10 @@ class Client:
         job: Job[Any] = Job(self, id)
         with self._lock:
             self._watched[job] = watched
-        self.watch()
+        self.poll()
         return job
 
-    def watch(self) -> None:
+    def poll(self) -> None:
         """Start the thread that polls all awaited jobs, unless it runs in this process."""
         with self._lock:
             if self._thread is None and self._watched:
