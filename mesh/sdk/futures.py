@@ -29,7 +29,6 @@ from urllib.parse import quote
 
 from mesh.api.client import Client as Agent
 from mesh.api.file_stream import entries
-from mesh.api.no_daemon import NoDaemon
 from mesh.daemon.layout import node_layout
 from mesh.sdk.payload import Terms, code_of, order_of, pack
 from mesh.sdk.remote import ANSWER, PICKLE, Call
@@ -274,8 +273,6 @@ class Client:
                 continue
             try:
                 self._finish(job, state["outcome"], how)
-            except NoDaemon:  # all wait for it
-                raise
             except BaseException as error:  # a callback's SystemExit, too, is of this job alone
                 _end(job, error)
 
@@ -400,15 +397,16 @@ class _Packed(Exception):
     @cached_property
     def unpacked(self) -> tuple[Any, Exception | None]:
         """Its value and its exception, one of which is None."""
-        data, self._data = self._data, b""
         if self.words:
-            error = _raised(self.words, data)
+            error = _raised(self.words, self._data)
             error.__cause__ = self.__cause__
             return None, error
         try:
-            return pickle.loads(data), None
+            value = pickle.loads(self._data)
         except (Exception, SystemExit) as error:
             return None, _unreadable(self._id, error)
+        self._data = b""
+        return value, None
 
 
 def _unreadable(id: str, error: BaseException) -> JobFailed:
@@ -453,12 +451,12 @@ def _published(job: Job[Any], outcome: dict[str, Any]) -> dict[str, bytes] | Non
     """Return the files of its output directory that hold its answer; empty if there are none, None to try again later."""
     try:
         return _answer_files(job.client.agent.stream(f"/v1/jobs/{job.id}/files?path=out"))
-    except (NoDaemon, JobFailed):
+    except JobFailed:
         raise
     except MeshError as error:
         if error.code == ExitCode.NOT_FOUND:
             return {}
-        job.fetches += 1
+        job.fetches += 1  # one at a restart of the daemon: nothing is fetched before it answers again
         if job.fetches == FETCH_TRIES:
             raise JobFailed(f"job {job.id[:8]} is over ({outcome['detail']}), but {error}") from error
         job.fetch_s = time.monotonic() + POLL_S * 2**job.fetches

@@ -41,8 +41,13 @@ class Daemon:
     def __init__(self) -> None:
         self.answers: dict[str, bytes] = {}
         self.failures: dict[str, list[MeshError]] = {}
+        self.away = 0  # calls that it does not answer, from the next failure on
+        self._down = 0
 
     def get(self, path: str) -> Any:
+        if self._down:
+            self._down -= 1
+            raise no_daemon.none_runs(Path("/"))
         name = path.split("/")[3]
         outcome = {"kind": "done", "detail": "done"} if name in self.answers else None
         return {"job": {"job": name, "state": "running", "outcome": outcome}}
@@ -69,6 +74,7 @@ class Daemon:
 
     def _fail(self, path: str) -> None:
         if failures := self.failures.get(path.split("/")[3]):
+            self._down = self.away
             raise failures.pop(0)
 
 
@@ -127,22 +133,23 @@ def test_exit_of_a_callback_ends_no_other_future(client: Client, daemon: Daemon)
 
 
 def test_daemon_that_restarts_while_it_sends_an_answer_is_awaited(client: Client, daemon: Daemon) -> None:
-    daemon.failures["job"] = [no_daemon.stopped() for _ in range(futures.FETCH_TRIES + 1)]
+    daemon.failures["job"], daemon.away = [no_daemon.stopped()], 2 * futures.FETCH_TRIES
     daemon.answer("job", kind="value", value=1)
     assert client.job("job").result(20) == 1
 
 
+@pytest.mark.parametrize("error", [MeshError("its holder does not answer"), no_daemon.stopped()])
 def test_answer_that_cannot_be_fetched_holds_up_no_other(
-    client: Client, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    client: Client, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, error: MeshError
 ) -> None:
     monkeypatch.setattr(futures, "POLL_S", 0.05)
-    daemon.failures["lost"] = [MeshError("its holder does not answer")] * futures.FETCH_TRIES
+    daemon.failures["lost"] = [error] * futures.FETCH_TRIES
     daemon.answer("lost", kind="value", value=1)
     daemon.answer("good", kind="value", value=2)
     began = time.monotonic()
     lost, good = client.job("lost"), client.job("good")
     assert good.result(20) == 2 and not lost.done()
-    with pytest.raises(JobFailed, match=r"is over \(done\), but its holder"):
+    with pytest.raises(JobFailed, match=r"is over \(done\), but "):
         lost.result(20)
     assert not daemon.failures["lost"] and time.monotonic() - began > 0.05 * (2 + 4 + 8 + 16)
 
