@@ -6,8 +6,8 @@ group that the job's user has named after most of the one before was lost.
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import cast
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 from membership.identity import NodeId
 from membership.malformed import MALFORMED
@@ -22,6 +22,13 @@ GROUPS_FOLLOWED = 32  # groups followed from the one that replaced the known one
 
 Records = Mapping[NodeId, WitnessRecord]
 Present = tuple[Config, list[WitnessRecord]]
+
+
+class Words(NamedTuple):
+    """What witnesses say of a job: the records of most of a group; or only those of nodes `alone`, of which one may lie."""
+
+    records: Sequence[WitnessRecord] = ()
+    alone: Collection[NodeId] = ()
 
 
 def follow_groups(
@@ -64,17 +71,18 @@ def is_outdated(present: Present) -> bool:
     return any(record.config.order > config.order for record in records)
 
 
-def later_group(proven: Records, least: int) -> list[WitnessRecord]:
-    """Return the records of the latest group that these name, if most of it knows it; none if it has fewer than `least` nodes.
+def last_words(present: Present | None, proven: Records, least: int) -> Words:
+    """Return what witnesses say while most of the present group may have lost their disks, or cannot be asked.
 
-    All are of nodes that proved to be witnesses. One former witness can have a group accepted alone that it made up, but not two
-    nodes of it that say the same.
+    Those who are `proven` are witnesses. One former witness can have a group accepted alone that it made up, but not two nodes
+    of it that say the same: a group of fewer than `least` nodes does not count.
     """
     latest = max((record.config for record in proven.values()), key=lambda group: group.order, default=None)
-    if latest is None or len(latest.members) < least:
-        return []
-    records = [proven[node] for node in latest.nodes if node in proven and proven[node].config == latest]
-    return records if 2 * len(records) > len(latest.nodes) else []
+    if latest is not None and len(latest.members) >= least:
+        records = [proven[node] for node in latest.nodes if node in proven and proven[node].config == latest]
+        if 2 * len(records) > len(latest.nodes):
+            return Words(records)
+    return Words(present[1]) if present is not None else Words(tuple(proven.values()), tuple(proven))
 
 
 class WitnessGroup:

@@ -8,12 +8,13 @@ so that a node that starts late hears of the first ones, too.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from membership.identity import NodeId
-from mesh.consensus.effects import WitnessRecord
+from mesh.checkpoints.witness_group import Words
 from mesh.consensus.leader import Leader
 from mesh.consensus.participant import Participant
+from mesh.consensus.status import JobStatus
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.own_status import leader_acts
 from mesh.jobs.vouching import Vouching
@@ -37,11 +38,18 @@ def may_have_ended(leaders: Iterable[Leader], job_table: JobTable) -> dict[bytes
     return {job: submitter for job, submitter in awaited.items() if job_table.may_be_over(job)}
 
 
-def stated_end(records: Collection[WitnessRecord]) -> OutcomeKind | None:
-    """Return how a job has ended, if most of these witnesses state that it has and how; None otherwise."""
-    ends = Counter(record.record.outcome.kind for record in records if record.final and record.record.outcome)
+def stated_end(words: Words, views: Mapping[NodeId, JobStatus]) -> OutcomeKind | None:
+    """Return how a job has ended, if most of these witnesses state that it has and how; None otherwise.
+
+    The word of single witnesses counts only if another node's view of the job says the same.
+    """
+    ends = Counter(record.record.outcome.kind for record in words.records if record.final and record.record.outcome)
     kind, count = ends.most_common(1)[0] if ends else (None, 0)
-    return kind if 2 * count > len(records) else None
+    if 2 * count <= len(words.records):
+        return None
+    others = [view.outcome for node, view in views.items() if node not in words.alone]
+    said = any(outcome is not None and outcome.kind == kind for outcome in others)
+    return kind if said or not words.alone else None
 
 
 class AwaitedEnds:
@@ -79,11 +87,11 @@ class AwaitedEnds:
         """Ask the witnesses of a job; the submitter of the one that waits knows its description, too."""
         try:
             spec = await self._vouching.describe(job, submitter)
-            records = await self._vouching.words(job, alone=True)
+            words = await self._vouching.words(job)
         finally:
             self._asking.remove(job)
             self._again.failed(job, time.monotonic())  # unless it is over: then nobody asks again
-        kind = stated_end(records)
+        kind = stated_end(words, self._job_table.views_by_node(job))
         if spec is not None and kind is not None:
             self._job_table.end(job, kind, spec.array)
             self._learned()

@@ -108,6 +108,10 @@ class JobTable:
         for views in self._views.values():
             yield from views.values()
 
+    def views_by_node(self, job: bytes) -> Mapping[Source, JobStatus]:
+        """Return what each node says of a job."""
+        return dict(self._views.get(job, {}))
+
     def views_of(self, job: bytes) -> list[JobStatus]:
         """Return what this and other nodes say of a job."""
         return list(self._views.get(job, {}).values())

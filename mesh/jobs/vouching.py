@@ -16,7 +16,7 @@ from membership.identity import NodeId
 from membership.malformed import MALFORMED
 from membership.trust import TrustStore
 from mesh.checkpoints.pruning import needed_by_all
-from mesh.checkpoints.witness_group import Present, WitnessGroup, is_outdated, later_group
+from mesh.checkpoints.witness_group import Present, WitnessGroup, Words, is_outdated, last_words
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.messages import Accept, Enlist, Introduce, MakeRoom, Start
 from mesh.consensus.participant import Participant
@@ -152,23 +152,22 @@ class Vouching:
             self._groups.keep(job, present[0])
         return present
 
-    async def words(self, job: bytes, alone: bool = False) -> Sequence[WitnessRecord]:
-        """Return the records of most of a job's present witnesses, or of a later group; none while most cannot be asked.
+    async def words(self, job: bytes) -> Words:
+        """Return what a job's witnesses say: most of the present ones, or those that prove to be witnesses.
 
-        `alone`: then those of any nodes that prove to be witnesses, of which one may lie. The caller bounds about how many jobs
-        it asks at a time. It takes no turn of those that a start waits for: any member can publish statuses which have this
-        node ask silent nodes.
+        The caller bounds about how many jobs it asks at a time. It takes no turn of those that a start waits for: any member
+        can publish statuses which have this node ask silent nodes.
         """
         spec = await self.describe(job)
         if spec is None:
-            return ()
+            return Words()
         present = await self._present(job, spec)
         if present is not None and not is_outdated(present):
-            return present[1]
+            return Words(present[1])
         records = present[1] if present is not None else ()
         nodes = (*(node for record in records for node in record.config.nodes), *self._named(job))
         proven = await self._proven(job, spec, tuple(dict.fromkeys(nodes))[:LATER_ASKED])
-        return later_group(proven, len(spec.witnesses)) or records or (list(proven.values()) if alone else ())
+        return last_words(present, proven, len(spec.witnesses))
 
     async def _proven(self, job: bytes, spec: JobSpec, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:
         """Return the records of those of these nodes that are witnesses, as the warrants in each show.
@@ -192,8 +191,9 @@ class Vouching:
         return [node for node in dict.fromkeys(chain(*zip_longest(*lines))) if node is not None]
 
     async def needed(self, job: bytes) -> Collection[int]:
-        """Return the numbers of the checkpoints that a job needs, as its witnesses say; none if they do not answer."""
-        return needed_by_all([known.record.needed for known in await self.words(job)])
+        """Return the numbers of the checkpoints that a job needs, as most of its witnesses say; none while these cannot be asked."""
+        words = await self.words(job)
+        return () if words.alone else needed_by_all([known.record.needed for known in words.records])
 
     async def read_by_runner(self, job: bytes, node: NodeId) -> JobSpec | None:
         """Return a job's description if a majority of its witnesses say that this node runs the job; None otherwise."""

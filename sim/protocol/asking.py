@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from membership.identity import NodeId
-from mesh.checkpoints.witness_group import Present, Records, follow_groups, is_outdated, later_group
+from mesh.checkpoints.witness_group import Present, Records, Words, follow_groups, is_outdated, last_words
 from mesh.consensus.effects import WitnessRecord
 from mesh.jobs.authority import Authority
 from mesh.jobs.vouching import LATER_ASKED
@@ -31,15 +31,15 @@ class AskingNode(StoringNode):
         witness = self.participant.witnesses.get(job)
         return self.lies.get(job, witness.witness_record) if witness is not None else None
 
-    def words(self, job: bytes, then: Callable[[Sequence[WitnessRecord]], None], alone: bool = False) -> None:
-        """Ask a job's witnesses as `Vouching.words` does; `then` gets their records."""
+    def words(self, job: bytes, then: Callable[[Words], None]) -> None:
+        """Ask a job's witnesses as `Vouching.words` does; `then` gets what they say."""
         own, spec = self.participant.witnesses.get(job), self.described(job)
         known = [Config(number=0, term=0, members=spec.witnesses)]
         known += [own.witness_record.config] if own is not None else []
 
         def found(present: Present | None) -> None:
             if present is not None and not is_outdated(present):
-                then(present[1])
+                then(Words(present[1]))
             elif present is None and known:
                 self._follow(job, known.pop(0), found)
             else:
@@ -51,8 +51,7 @@ class AskingNode(StoringNode):
         def asked(present: Present | None, answers: Records) -> None:
             witnesses_by = self.authority.witnesses_by
             proven = {node: record for node, record in answers.items() if node in witnesses_by(record, spec)}
-            records = present[1] if present is not None else []
-            then(later_group(proven, len(spec.witnesses)) or records or (list(proven.values()) if alone else []))
+            then(last_words(present, proven, len(spec.witnesses)))
 
         found(None)
 

@@ -837,7 +837,7 @@ class JobsWorld(MembershipWorld):
         self._sent: Counter[type[AnyMessage]] = Counter()
         self._wanted = jobs
         self._wiped_at = -MIN_WIPE_INTERVAL_S
-        self.liar: JobNode | None = None  # the witness that lies
+        self.liar: JobNode | None = None  # the member that spreads rumours
         self._departing_submitter: tuple[bytes, JobNode] | None = None
 
     # --- running
@@ -888,6 +888,7 @@ class JobsWorld(MembershipWorld):
         self._closed.clear()
         for node in self.nodes:
             node.crash_at_save, node.closed, node.disk.faults = "", False, JournalFaults()
+            node.lies.clear()
             node.store.free()
         super().heal()
 
@@ -1137,7 +1138,9 @@ class JobsWorld(MembershipWorld):
                 (self._steal if kind == "theft" else self._lie)(victim, up)
                 self.faults = faults
             case "rumour":
-                self._spread_rumours(victim)
+                self.liar = self.liar or victim  # one in a run
+                if self.liar in up:
+                    self._spread_rumours(self.liar)
             case "echo":
                 for sent in self._echoes.values():
                     source, data, to = rng.choice(sent)
@@ -1246,9 +1249,8 @@ class JobsWorld(MembershipWorld):
         """A malicious member publishes, as the furthest view of each job, that it has ended or needs newer checkpoints only, or
         that some nodes have its last checkpoint.
 
-        The first such member answers so as a witness, too, unless it decides alone.
+        It answers so as a witness, too, unless it decides alone.
         """
-        self.liar = self.liar or liar
         rng = self.streams.get("world", "rumours")
         for job, status in sorted(liar.board.table.all().items()):
             if status.outcome is not None:
@@ -1265,7 +1267,7 @@ class JobsWorld(MembershipWorld):
             liar.core.publish(STATUSES + format_job(job), encode_status(told), STATUS_TTL_S)
             self.rumours += 1
             alone = {Voter(liar.id, liar.disk.name)}
-            if liar is self.liar and witness is not None and not decides(witness.witness_record.config, alone):
+            if witness is not None and not decides(witness.witness_record.config, alone):
                 record = msgspec.structs.replace(witness.witness_record.record, needed=needed, outcome=outcome)
                 liar.lies[job] = msgspec.structs.replace(witness.witness_record, record=record, final=kind is not None)
 

@@ -1,12 +1,12 @@
 """Upkeep of a simulated node, by the production rules: repair, pruning and collection of its store, and ends of other jobs."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from functools import partial
 
 from ckptstore.replication import Settled
 from mesh.checkpoints.pruning import needed_by_all, with_superseded
 from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, Shortage
-from mesh.consensus.effects import WitnessRecord
+from mesh.checkpoints.witness_group import Words
 from mesh.consensus.reports import Recopied, RunnerEvent
 from mesh.consensus.status import JobStatus
 from mesh.consensus.view import Instant
@@ -65,9 +65,10 @@ class KeepingNode(AskingNode):
                 self.words(job, partial(self._forget, job))
             self.store.collect(min_age_s=YOUNG_S, now_unix=self.unix())
 
-    def _forget(self, job: bytes, records: Sequence[WitnessRecord]) -> None:
-        """Forget the checkpoints that a job does not need any more, as its witnesses say."""
-        self.store.forget_old(job, needed_by_all([known.record.needed for known in records]))
+    def _forget(self, job: bytes, words: Words) -> None:
+        """Forget the checkpoints that a job does not need any more, as most of its witnesses say."""
+        if not words.alone:
+            self.store.forget_old(job, needed_by_all([known.record.needed for known in words.records]))
 
     def _ask_for_ends(self) -> None:
         awaited = may_have_ended(self.participant.leaders.values(), self.board.table)
@@ -75,12 +76,12 @@ class KeepingNode(AskingNode):
         for job in awaited:
             if job not in self._asking and self._again.is_due(job, self.boot()):
                 self._asking.add(job)
-                self.words(job, partial(self._learn_end, job), alone=True)
+                self.words(job, partial(self._learn_end, job))
 
-    def _learn_end(self, job: bytes, records: Sequence[WitnessRecord]) -> None:
+    def _learn_end(self, job: bytes, words: Words) -> None:
         self._asking.discard(job)
         self._again.failed(job, self.boot())
-        kind = stated_end(records)
+        kind = stated_end(words, self.board.table.views_by_node(job))
         if kind is not None:
             self.board.table.end(job, kind, self.described(job).array)
             self.observe_soon()

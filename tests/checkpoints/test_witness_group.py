@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mesh.checkpoints.witness_group import GROUPS_FOLLOWED, WitnessGroup, is_outdated, later_group
+from mesh.checkpoints.witness_group import GROUPS_FOLLOWED, WitnessGroup, Words, is_outdated, last_words
 from mesh.consensus.effects import WitnessRecord
 from mesh.model.record import Config
 from mesh.rpc.client import PeerError
@@ -113,8 +113,10 @@ def test_group_is_outdated_if_one_of_it_knows_a_later_one() -> None:
 
 
 def test_later_group_counts_by_the_word_of_most_of_it() -> None:
-    new = dict.fromkeys((A, D), record(NEW))
-    assert later_group({**new, B: record()}, 3) == [record(NEW)] * 2
-    assert later_group({A: record(NEW), B: record(), D: record()}, 3) == [], "one former witness has made it up"
-    assert later_group({A: record(Config(1, 1, voters(A)))}, 3) == [], "a group of its own"
-    assert later_group({}, 1) == []
+    new, present = dict.fromkeys((A, D), record(NEW)), (OLD, [record(), record(), record(NEW)])
+    assert last_words(present, {**new, B: record()}, 3) == Words([record(NEW)] * 2)
+    assert last_words(None, new, 3) == Words([record(NEW)] * 2)
+    for made_up in ({A: record(NEW), B: record(), D: record()}, {A: record(Config(1, 1, voters(A)))}, {}):
+        assert last_words(present, made_up, 3) == Words(present[1]), "one former witness has made it up"
+        assert last_words(None, made_up, 3) == Words(tuple(made_up.values()), tuple(made_up))
+    assert last_words(None, {}, 1) == Words()

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mesh.checkpoints.witness_group import Words
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.view import View
 from mesh.jobs import awaited_ends
@@ -31,7 +32,7 @@ class World:
     """A node whose leader has a job wait for `FIRST`; `records`: of the witnesses of that one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
-        self.now, self.records = 100.0, list[WitnessRecord]()
+        self.now, self.records, self.alone = 100.0, list[WitnessRecord](), frozenset[bytes]()
         self.asked: list[bytes] = []
         self.at_once: list[int] = []
         self.specs: dict[bytes, JobSpec] = {}
@@ -46,10 +47,10 @@ class World:
     def _learn(self) -> None:
         self.learned += 1
 
-    async def words(self, job: bytes, alone: bool) -> list[WitnessRecord]:
+    async def words(self, job: bytes) -> Words:
         self.at_once.append(len(self.ends._asking))
         await asyncio.sleep(0)
-        return self.records
+        return Words(self.records, self.alone)
 
     async def describe(self, job: bytes, first: bytes | None = None) -> JobSpec:
         assert first == self.leader.spec.submitter
@@ -86,6 +87,17 @@ async def test_end_counts_as_most_witnesses_state_it(monkeypatch: pytest.MonkeyP
     world.records = [record("failed"), record("done"), record("done")]
     world.now += AGAIN_S
     assert await world.look() == {FIRST: "done"}
+
+
+async def test_word_of_one_witness_counts_only_if_another_node_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.records, world.alone = [record("failed")], frozenset({A})
+    for source, status in ((A, view("failed", outcome=FAILED)), (B, view("done", outcome=DONE))):
+        world.table.update(source, FIRST, status)
+        assert await world.look() == {}
+        world.now += 300.0
+    world.table.update(C, FIRST, view("failed", outcome=FAILED))
+    assert await world.look() == {FIRST: "failed"}
 
 
 async def test_witnesses_are_asked_now_and_then_while_the_job_may_be_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ckptstore.manifest import Manifest
 from membership.identity import Identity
 from membership.trust import TrustStore, found_mesh
-from mesh.checkpoints.witness_group import ANSWER_S, WitnessGroup
+from mesh.checkpoints.witness_group import WitnessGroup, Words
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Accept, Introduce, MakeRoom
 from mesh.consensus.participant import Participant
@@ -308,12 +308,12 @@ async def test_later_witnesses_are_asked_while_most_of_the_first_are_lost() -> N
     false = status_of(JOB, make_witness((E,)), None, "running", "", None)
     node.table.update(C, JOB, msgspec.structs.replace(false, rank=(0, 2**50, 0, 2)))
     node.table.update(D, JOB, status)
-    assert await node.vouching.words(JOB, alone=True) == [], "it does not prove that it is a witness"
+    assert await node.vouching.words(JOB) == Words(), "it does not prove that it is a witness"
     node.judges.proven = {D}
-    assert await node.vouching.words(JOB, alone=True) == [later]
-    assert await node.vouching.words(JOB) == () and not await node.vouching.needed(JOB), "it alone removes nothing"
+    assert await node.vouching.words(JOB) == Words((later,), (D,))
+    assert not await node.vouching.needed(JOB), "it alone removes nothing"
     node.peers.records = {D: msgspec.structs.replace(later, job=b"k" * 16)}
-    assert await node.vouching.words(JOB, alone=True) == []
+    assert await node.vouching.words(JOB) == Words()
 
 
 async def test_question_that_no_start_depends_on_takes_no_turn_of_theirs() -> None:
@@ -322,7 +322,7 @@ async def test_question_that_no_start_depends_on_takes_no_turn_of_theirs() -> No
     for _ in range(AT_ONCE):
         await node.vouching._turns.acquire()
     async with asyncio.timeout(10.0):
-        assert await node.vouching.describe(JOB, D) == SPEC and len(await node.vouching.words(JOB)) == 3
+        assert await node.vouching.describe(JOB, D) == SPEC and len((await node.vouching.words(JOB)).records) == 3
 
 
 async def test_later_group_is_heard_if_the_present_one_may_have_lost_its_memory() -> None:
@@ -332,11 +332,11 @@ async def test_later_group_is_heard_if_the_present_one_may_have_lost_its_memory(
     stale = list(node.peers.records.values())
     later = msgspec.structs.replace(needing(stale[0], 7), config=Config(2, 2, voters(B, D, E)))
     node.peers.records |= dict.fromkeys((C, D), later)
-    assert stale[0] in await node.vouching.words(JOB), "most of the later group say nothing"
+    assert stale[0] in (await node.vouching.words(JOB)).records, "most of the later group say nothing"
     node.peers.records |= {E: later}
-    assert await node.vouching.words(JOB) == [later, later]
+    assert await node.vouching.words(JOB) == Words([later, later])
     node.judges.proven = {D}
-    assert stale[0] in await node.vouching.words(JOB), "only one proves to be a witness"
+    assert stale[0] in (await node.vouching.words(JOB)).records, "only one proves to be a witness"
 
 
 async def test_only_the_leader_and_the_runner_seek_a_witness() -> None:

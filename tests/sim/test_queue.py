@@ -1,11 +1,11 @@
 """Jobs that wait for others in the simulated world, and negative controls for what they wait for."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from mesh.consensus.effects import Effect, WitnessRecord
+from mesh.checkpoints.witness_group import Words
+from mesh.consensus.effects import Effect
 from mesh.consensus.leader import Leader
 from mesh.consensus.reports import KillWanted, RunnerEvent, VacateWanted
 from mesh.consensus.runner import Runner
@@ -76,8 +76,8 @@ class TestNegativeControls:
         assert found(lambda seed: rumours(seed, arrays=1.0)).startswith("array")
 
     def test_end_that_one_witness_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def any_of(records: Sequence[WitnessRecord]) -> OutcomeKind | None:
-            ends = [known.record.outcome for known in records if known.final]
+        def any_of(words: Words, views: object) -> OutcomeKind | None:
+            ends = [known.record.outcome for known in words.records if known.final]
             return next((outcome.kind for outcome in ends if outcome is not None), None)
 
         monkeypatch.setattr("sim.protocol.upkeep.stated_end", any_of)
