@@ -191,7 +191,7 @@ class Vouching:
         return [node for node in dict.fromkeys(chain(*zip_longest(*lines))) if node is not None]
 
     async def needed(self, job: bytes) -> Collection[int]:
-        """Return the numbers of the checkpoints that a job needs, as most of its witnesses say; none while these cannot be asked."""
+        """Return the numbers of the checkpoints that a job needs, as most of its witnesses say, or none."""
         words = await self.words(job)
         return () if words.alone else needed_by_all([known.record.needed for known in words.records])
 

@@ -11,7 +11,7 @@ import pytest
 from ckptstore.manifest import Manifest
 from membership.identity import Identity
 from membership.trust import TrustStore, found_mesh
-from mesh.checkpoints.witness_group import WitnessGroup, Words
+from mesh.checkpoints.witness_group import ANSWER_S, WitnessGroup, Words
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Accept, Introduce, MakeRoom
 from mesh.consensus.participant import Participant
