@@ -13,6 +13,7 @@ from ckptstore.checker import verify
 from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.cipher import StateCipher
 from ckptstore.errors import CorruptChunk, StoreError
+from ckptstore.pack import PackWriter
 from ckptstore.restorer import restore
 from ckptstore.store import SavedManifest, Store
 from tests.ckptstore.test_chunker import safetensors
@@ -188,8 +189,16 @@ def test_chunk_of_another_length_than_its_manifest_says_is_not_restored(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_base_of_a_delta_is_kept_from_a_collection_that_runs(tmp_path: Path) -> None:
+def test_base_of_a_delta_is_kept_from_a_collection_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the time when the delta is made: the manifest that reaches the base comes last."""
     store, long_ago = open_store(tmp_path / "store"), time.time() - 7200
+    held, publish = list[bool](), store.publish_pack
+
+    def publishes(writer: PackWriter) -> None:
+        held.append(all(pack.stat().st_mtime > long_ago + 60 for pack in store.packs.iterdir()))
+        publish(writer)
+
+    monkeypatch.setattr(store, "publish_pack", publishes)
     tensor = np.random.default_rng(0).normal(0, 0.02, COUNT)
     saved: list[SavedManifest] = []
     for step in (1, 2):
@@ -199,4 +208,4 @@ def test_base_of_a_delta_is_kept_from_a_collection_that_runs(tmp_path: Path) -> 
         write_tree(tmp_path / f"in{step}", {"model.bin": moved.astype("f4").tobytes()})
         saved.append(save(store, tmp_path / f"in{step}", seq=step, parent=saved[-1].id if saved else None))
     assert delta_count(store, saved[1]) == 1
-    assert all(pack.stat().st_mtime > long_ago + 60 for pack in store.packs.iterdir())
+    assert held == [True, True]
