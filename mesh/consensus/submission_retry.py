@@ -7,14 +7,21 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from mesh.model.spec import JobSpec
+from mesh.model.spec import MAX_ARRAY, JobSpec
+from mesh.util.backoff import Backoff
 from placement.ranking import zone_order
 from placement.zones import Zone, zone_of
 
 LIFE_S = 86_400  # from the submission, then it is given up (own choice)
 RETRY_S = 5.0  # between tries while a majority of witnesses is visible (own choice)
 BLIND_RETRY_S = 30.0  # while none is: the view may be wrong (own choice)
-KEPT_FOR_OTHERS, KEPT_FOR_ONE = 1024, 256  # jobs that one node keeps for others, and for one other user (own choice)
+ASK_AGAIN_S, ASK_AGAIN_MAX_S = (
+    5.0,
+    300.0,
+)  # until others are asked again to retry a job that none has taken (own choice)
+# That one node keeps for others, and for one other user: an array; its descriptions have 2 to 4 kB each (own choice).
+KEPT_FOR_OTHERS, KEPT_FOR_ONE = 4 * MAX_ARRAY, MAX_ARRAY
+BYTES_FOR_OTHERS, BYTES_FOR_ONE = 64 << 20, 16 << 20
 ASKED_IN_ZONE = 3  # nodes of the own zone asked before other zones (own choice)
 
 
@@ -96,7 +103,7 @@ class PendingSubmissions:
         self._me = me
         self._kept: dict[bytes, PendingSubmission] = {}
         self._tried: dict[bytes, float] = {}
-        self._asked: dict[bytes, float] = {}
+        self._asking = Backoff[bytes](ASK_AGAIN_S, ASK_AGAIN_MAX_S)
 
     def get(self, job: bytes) -> PendingSubmission | None:
         return self._kept.get(job)
@@ -115,7 +122,8 @@ class PendingSubmissions:
 
     def is_full_for(self, user: str) -> bool:
         others = self.for_others
-        return len(others) >= KEPT_FOR_OTHERS or sum(one.user == user for one in others) >= KEPT_FOR_ONE
+        theirs = [one for one in others if one.user == user]
+        return _full(others, KEPT_FOR_OTHERS, BYTES_FOR_OTHERS) or _full(theirs, KEPT_FOR_ONE, BYTES_FOR_ONE)
 
     def keep(self, submission: PendingSubmission) -> PendingSubmission:
         """Add a submission; an existing entry is kept."""
@@ -127,13 +135,14 @@ class PendingSubmissions:
         if submission is None:
             return None
         assert keeper != self._me, "a keeper is somebody else"
+        self._asking.forget(job)
         self._kept[job] = submission = msgspec.structs.replace(submission, keeper=keeper, zone=zone)
         return submission
 
     def drop(self, job: bytes) -> PendingSubmission | None:
         """Remove a submission: its witnesses have it, or it is no longer wanted."""
         self._tried.pop(job, None)
-        self._asked.pop(job, None)
+        self._asking.forget(job)
         return self._kept.pop(job, None)
 
     def due(self, around: Around, now: float, unix_ms: int) -> list[Try | Entrust | GiveUp]:
@@ -150,8 +159,12 @@ class PendingSubmissions:
                 self._tried[job] = now
                 actions.append(Try(submission))
             alone = submission.submitter == self._me and submission.keeper not in around.staying
-            if alone and now - self._asked.get(job, -RETRY_S) >= RETRY_S:
-                self._asked[job] = now
-                whom = line(submission, self._me, around, but=(submission.keeper,))
-                actions += [Entrust(submission, whom)] if whom else []
+            due = alone and self._asking.is_due(job, now)
+            if whom := line(submission, self._me, around, but=(submission.keeper,)) if due else ():
+                self._asking.failed(job, now)  # unless one of them takes it (`entrusted`)
+                actions.append(Entrust(submission, whom))
         return actions
+
+
+def _full(kept: Sequence[PendingSubmission], most: int, most_bytes: int) -> bool:
+    return len(kept) >= most or sum(len(submission.spec) for submission in kept) >= most_bytes

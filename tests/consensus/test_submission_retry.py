@@ -1,11 +1,14 @@
 """Retries of a submission that its witnesses have not accepted: by the submitter, else by one coordinator at a time."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.consensus.submission_retry import (
     ASKED_IN_ZONE,
     BLIND_RETRY_S,
+    BYTES_FOR_ONE,
     KEPT_FOR_ONE,
     KEPT_FOR_OTHERS,
     LIFE_S,
@@ -19,6 +22,7 @@ from mesh.consensus.submission_retry import (
     line,
     pending_submission,
 )
+from mesh.model.spec import MAX_ARRAY
 from placement.zones import Zone
 from tests.consensus.worlds import JOB, SPEC_BYTES, A, B, C, D, E, make_spec, voters
 
@@ -106,6 +110,22 @@ def test_next_node_is_asked_when_the_keeper_leaves_or_dies() -> None:
         assert pending.due(lost, 2 * RETRY_S + 1, CREATED_MS) == []
 
 
+def test_nodes_that_refuse_a_submission_are_asked_ever_more_rarely() -> None:
+    pending, asked = kept(), []
+    for now in range(2000):
+        actions = pending.due(around(B, C), float(now), CREATED_MS)
+        asked += [now] * any(isinstance(action, Entrust) for action in actions)
+    assert [later - before for before, later in pairwise(asked)] == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
+    pending.entrusted(JOB, D, "north")
+    assert any(isinstance(action, Entrust) for action in pending.due(around(B, C, D), 2000.0, CREATED_MS)), (
+        "it has left"
+    )
+
+
+def test_array_finds_one_keeper() -> None:
+    assert KEPT_FOR_ONE >= MAX_ARRAY
+
+
 def test_keeper_only_retries() -> None:
     pending = kept(D)
     assert [type(action) for action in pending.due(around(A, B, C), 0.0, CREATED_MS)] == [Try]
@@ -128,6 +148,11 @@ def test_node_keeps_a_bounded_number_of_submissions_each_once() -> None:
         assert not pending.is_full_for(user) and pending.is_full_for("user 0") == (number >= KEPT_FOR_ONE)
         pending.keep(pending_submission(number.to_bytes(16, "big"), SPEC_BYTES, make_spec(user=user)))
     assert pending.is_full_for("somebody else")
+    large = PendingSubmissions(D)
+    for number in range(BYTES_FOR_ONE >> 20):
+        assert not large.is_full_for("ada")
+        large.keep(pending_submission(number.to_bytes(16, "big"), bytes(1 << 20), make_spec(user="ada")))
+    assert large.is_full_for("ada") and not large.is_full_for("bob")
     mine = kept(A)
     mine.entrusted(JOB, D, "north")
     assert mine.keep(submission()).keeper == D, "keeping a submission twice preserves its state"
