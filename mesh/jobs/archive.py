@@ -93,7 +93,7 @@ class Archive:
         for ended_unix, group in sorted(over, key=lambda one: one[0]):
             if excess <= 0 or now_unix - ended_unix <= ENDED_TOLD_S:
                 return
-            if not self._job_table.goes_on(group[0].array) and all(self._may_go(one.job, busy) for one in group):
+            if all(self._may_go(status.job, busy) for status in group):
                 excess -= len(group)
                 yield group
 
