@@ -53,8 +53,7 @@ class MeshView:
                 known = self._adverts.get(record.node)
                 caps = all_caps.get(record.node)
                 if known is None or known[0] is not record or known[2:] != (caps, member.user_key):
-                    advert = _advert_of(record, member)
-                    known = (record, None if advert is None else capped(advert, caps), caps, member.user_key)
+                    known = (record, _advert_of(record, member, caps), caps, member.user_key)
                     self._adverts[record.node] = known
                 if known[1] is not None:
                     found.append(known[1])
@@ -107,10 +106,12 @@ def instant() -> Instant:
     return Instant(boot_s(), time.time_ns() // 1_000_000)
 
 
-def _advert_of(record: Record, member: MemberView) -> Advert | None:
+def _advert_of(record: Record, member: MemberView, caps: Caps | None) -> Advert | None:
     try:
         advert = decode_advert(record.node, record.body)
-        return replace(advert, user=member.user, user_key=member.user_key)
+        return capped(replace(advert, user=member.user, user_key=member.user_key), caps)
     except AdvertError as error:
         log.debug("ignored the advert of %s: %s", short_id(record.node), error)
-        return None
+    except Exception:  # a fault of this program: it must not hide all other nodes
+        log.exception("ignored the advert of %s", short_id(record.node))
+    return None

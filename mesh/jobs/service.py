@@ -102,6 +102,7 @@ from placement.observed import Caps
 from placement.schedule import Rates
 
 LOOK_SHARE = 10  # building views takes at most one part in so many of a node's time (own choice)
+TOLD_AT = 3  # views in a row that could not be built, until the node's owner is told (own choice)
 MESSAGE_TIMEOUT_S = 3.0  # then the cores send again: `leader.ANSWER_S`
 UPKEEP_EVERY_S, TIDY_EVERY_S = 1.0, 60.0
 UPKEPT = 100  # jobs that do not run here, looked at in a second, each in its turn (own choice)
@@ -256,6 +257,7 @@ class JobService:
         self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
         self._handed_on, self._view_changed = asyncio.Event(), asyncio.Event()
         self._look_s = 0.0  # that building the last view took
+        self._failed_looks = 0  # since the last view
         self._cleared: dict[bytes, asyncio.Event] = {}
         self._deliveries, self._endings = TaskSet(log), set[asyncio.Task[None]]()
 
@@ -331,12 +333,23 @@ class JobService:
             await asyncio.sleep(max(0.1, LOOK_SHARE * self._look_s))  # a burst of changes is one change
 
     def _look(self, at: Instant) -> list[Directed]:
-        begun = time.monotonic()
+        begun, problems = time.monotonic(), self._membership.problems
         try:
             view = msgspec.structs.replace(self.mesh_view.look(), recoveries=self.status_gossip.recoveries())
-        except Exception:  # of what nodes publish; an error in a core is fatal, since what it has changed is not saved
+        except (
+            Exception
+        ) as error:  # of what nodes publish; an error in a core is fatal, since its changes are not saved
             log.exception("the view of the mesh could not be built; the next change tries again")
+            self._failed_looks += 1
+            if self._failed_looks >= TOLD_AT:
+                problems["view"] = (
+                    f"jobs are placed by an old view of the mesh: a new one fails ({error}; see daemon.log)"
+                )
             return []
+        finally:
+            self._look_s = time.monotonic() - begun
+        self._failed_looks = 0
+        problems.pop("view", None)
         outputs = self.participant.observe(view, at)
         self._look_s = time.monotonic() - begun
         return outputs

@@ -8,6 +8,7 @@ import pytest
 from membership.events import MemberView
 from membership.records import Record
 from membership.trust import PROVIDER, USER
+from mesh.jobs import mesh_view
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.mesh_view import MeshView
 from mesh.rpc.client import Facts
@@ -112,3 +113,19 @@ def test_view_names_the_disks_that_are_known(world: World) -> None:
     bare = msgspec.msgpack.encode(Facts(1, "1.0"))
     world.sections["facts"] = [record(A, facts, "facts"), record(B, bare, "facts"), record(C, b"\xff", "facts")]
     assert world.view.look().disks == {A: b"d" * 8}
+
+
+def test_advert_that_this_program_cannot_handle_hides_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = mesh_view.decode_advert
+
+    def faulty(node: bytes, body: bytes) -> Any:
+        if node == B:
+            raise IndexError("a fault")
+        return real(node, body)
+
+    monkeypatch.setattr(mesh_view, "decode_advert", faulty)
+    assert {one.node for one in world.view.look().adverts} == {A, C} and caplog.text.count("ignored") == 1
+    world.view.look()
+    assert caplog.text.count("ignored") == 1, "each advert is read once"

@@ -40,7 +40,12 @@ async def jobs(tmp_path: Path) -> AsyncIterator[JobService]:
     journal = Journal(tmp_path / "journal.sqlite")
     await journal.open()
     membership: Any = SimpleNamespace(
-        credentials=SimpleNamespace(nick="node1"), host="127.0.0.1", publish=print, members=lambda: []
+        credentials=SimpleNamespace(nick="node1"),
+        host="127.0.0.1",
+        publish=print,
+        members=lambda: [],
+        records=lambda prefix: [],
+        problems={},
     )
     anything: Any = SimpleNamespace(mesh_id=b"m" * 32)
     service = JobService(
@@ -243,8 +248,14 @@ async def test_view_that_cannot_be_built_ends_nothing_and_reaches_no_core(jobs: 
         raise IndexError("of a status that a member published")
 
     jobs.participant.observe = lambda view, at: pytest.fail("the cores saw it")  # type: ignore[method-assign]
-    jobs.mesh_view.look = fail  # type: ignore[method-assign]
-    assert jobs._look(Instant(1.0, 1)) == []
+    look, jobs.mesh_view.look = jobs.mesh_view.look, fail  # type: ignore[method-assign]
+    for failures in range(1, module.TOLD_AT + 1):
+        jobs._look_s = -1.0
+        assert jobs._look(Instant(1.0, 1)) == [] and jobs._look_s >= 0, "the next look may take as long"
+        assert ("view" in jobs._membership.problems) == (failures == module.TOLD_AT)
+    jobs.participant.observe = lambda view, at: []  # type: ignore[method-assign]
+    jobs.mesh_view.look = lambda: look.__self__.last  # type: ignore[attr-defined,method-assign]
+    assert jobs._look(Instant(2.0, 2)) == [] and not jobs._membership.problems
 
 
 async def test_step_of_the_upkeep_that_fails_ends_no_other(
