@@ -41,6 +41,7 @@ from membership.reconcile import (
 from membership.records import (
     MAX_BODY_BYTES,
     MAX_LIFE_S,
+    MAX_SECTIONS,
     STATEMENTS,
     TRUST,
     Record,
@@ -69,6 +70,8 @@ UNKNOWN_RECONCILE_S = 0.5  # minimum interval of push-pulls caused by unknown no
 MANY_ITEMS = 4  # new items in one push-pull; so many mean that the mesh is still forming, not a lost rumour
 MAX_UNKNOWN = 512  # unknown nodes whose evidence is kept until their certificate arrives
 RECENT = 8192  # packets and pieces of evidence remembered
+REMEMBERED = 4 * MAX_SECTIONS  # versions of own sections, most of them expired: 172 bytes each
+TOLD_EVERY_S = 60.0  # that sections of this node are not published (own choice)
 TRUST_TTL_S = 29 * 86_400.0  # longer than any other section, so that every section can be verified
 
 MAX_RELAYED = 16  # sections of statements that a revoked node is sent
@@ -119,7 +122,8 @@ class Core:
         self.records = RecordTable(trust, lambda sealed: sealer.open("record", sealed))
         self._sealer, self._config, self._rng, self._clock, self._perform = sealer, config, rng, clock, perform
         self._epoch = epoch  # of the published sections
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, int] = {}  # in the order of publication
+        self._tell_at = 0.0
         self._packets = Recent(RECENT)
         self._evidence = Recent(RECENT)
         self._unknown: OrderedDict[NodeId, list[bytes]] = OrderedDict()
@@ -149,8 +153,11 @@ class Core:
 
     # --- publishing
 
-    def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> None:
-        """Replace a section of this node; a small one reaches the others within about a second."""
+    def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> bool:
+        """Replace a section of this node; a small one reaches the others within about a second.
+
+        False if it is not published: this node has as many sections as others take.
+        """
         not_after_unix = int(self._clock.unix() + ttl_s)
         known = self.records.get(self.me, section, self._clock.unix())
         if known is not None:
@@ -161,11 +168,24 @@ class Core:
         payload = encode_body(self.swim.epoch, version, section, not_after_unix, body)
         applied = self.records.apply(self._sealer.seal("record", payload), self._clock.unix())
         if isinstance(applied, Record):
-            self._versions[section] = version
+            self._remember(section, version)
             self._gossip_record(applied, urgent)
             self._perform([RecordChanged(applied.node, section)])
-        else:
+            return True
+        if self._clock.boot() >= self._tell_at:
+            self._tell_at = self._clock.boot() + TOLD_EVERY_S
             log.warning("this node's own section %s was not published: %s", section, applied)
+        return False
+
+    def _remember(self, section: str, version: int) -> None:
+        """Remember a section's version; of too many, forget the older half of those that have expired."""
+        self._versions.pop(section, None)
+        self._versions[section] = version
+        if len(self._versions) > REMEMBERED:
+            unix = self._clock.unix()
+            expired = [known for known in self._versions if self.records.get(self.me, known, unix) is None]
+            for known in expired[: len(expired) // 2]:
+                del self._versions[known]
 
     def publish_chain(self, chain: bytes | None = None) -> None:
         """Publish this node's certificates; a new chain replaces the current one. TrustError if it is not this node's."""
@@ -492,7 +512,7 @@ class Core:
             return
         self._epoch = self.swim.epoch
         unix = self._clock.unix()
-        for section in self._versions:
+        for section in list(self._versions):
             known = self.records.get(self.me, section, unix)
             if known is not None:
                 self.publish(section, known.body, known.not_after_unix - unix)

@@ -314,9 +314,12 @@ class MembershipNode:
         member = self._core.swim.table.get(node)
         return member.host if member is not None else None
 
-    def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> None:
-        """Replace a section of this node; a small one reaches the others within about a second, an urgent one at once."""
-        self._core.publish(section, body, ttl_s, urgent)
+    def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> bool:
+        """Replace a section of this node; a small one reaches the others within about a second, an urgent one at once.
+
+        False if it is not published: this node has MAX_SECTIONS already.
+        """
+        return self._core.publish(section, body, ttl_s, urgent)
 
     def withdraw(self, section: str) -> None:
         """Replace a section of this node by an empty one that expires soon."""

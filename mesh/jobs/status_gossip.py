@@ -12,7 +12,7 @@ import msgspec
 
 from membership.identity import NodeId
 from membership.node import MembershipNode
-from membership.records import MAX_BODY_BYTES
+from membership.records import MAX_BODY_BYTES, MAX_SECTIONS
 from mesh.consensus.status import JobStatus, decode_status, encode_status
 from mesh.jobs.job_table import JobTable
 from mesh.model.spec import format_job, parse_job
@@ -26,6 +26,8 @@ SAME_S, COMMITS_S = (
     5.0,
     0.5,
 )  # between messages that change neither state nor checkpoint, or the checkpoint alone (own choice)
+# Jobs that one node publishes. Of more, those that ended first are left out: others need the ends of an hour ago least.
+MOST_PUBLISHED = MAX_SECTIONS * 3 // 4
 WAITS_PER_S = 10  # messages of all waiting jobs that change only why they wait (own choice)
 RECOVERED = "recovered/"
 RECOVERY_TOLD_S = 30 * 86_400.0  # that the order to recover a job is published: longer than a cut (own choice)
@@ -44,6 +46,7 @@ class StatusGossip:
     ) -> None:
         self._me, self._membership, self._job_table, self._changed = me, membership, job_table, changed
         self._published: dict[bytes, tuple[JobStatus, float]] = {}  # with the monotonic time
+        self._left_out_unix_ms = 0  # jobs that ended until then are not published any more
         self._sections: dict[tuple[NodeId, str], bytes] = {}  # the job of each section
 
     # --- this node's own
@@ -52,19 +55,31 @@ class StatusGossip:
         """Publish a status, unless the last one is recent enough; then a later call publishes it."""
         outcome = status.outcome
         ended_s = time.time() - outcome.ended_unix_ms / 1000 if outcome is not None else 0.0
-        if ended_s > ENDED_TOLD_S and not self._job_table.goes_on(status.array):
+        history = ended_s > ENDED_TOLD_S and not self._job_table.goes_on(status.array)
+        if history or (outcome is not None and outcome.ended_unix_ms <= self._left_out_unix_ms):
+            self._published.pop(status.job, None)
             return
         before, at = self._published.get(status.job, (None, 0.0))
         now = time.monotonic()
         if before is not None and now - at < (REPEAT_S if before == status else self._may_wait_s(before, status)):
             return
-        self._published[status.job] = (status, now)
         body = _fitting(status)
         if body is None:
+            self._published[status.job] = (status, now)
             log.warning("the status of job %s is too large to be published", format_job(status.job)[:8])
             return
         urgent = outcome is not None and ended_s < NEWS_S and (before is None or before.outcome is None)
-        self._membership.publish(f"jobs/{format_job(status.job)}", body, TTL_S, urgent)
+        if self._membership.publish(f"jobs/{format_job(status.job)}", body, TTL_S, urgent):
+            self._published[status.job] = (status, now)
+            self._leave_room()
+
+    def _leave_room(self) -> None:
+        """Let the sections of the jobs that ended first expire, so that others find room."""
+        if len(self._published) > MOST_PUBLISHED:
+            ended = [(one.outcome.ended_unix_ms, job) for job, (one, _) in self._published.items() if one.outcome]
+            for ended_unix_ms, job in sorted(ended)[: MOST_PUBLISHED // 10]:
+                self._left_out_unix_ms = max(self._left_out_unix_ms, ended_unix_ms)
+                del self._published[job]
 
     def _may_wait_s(self, last: JobStatus, status: JobStatus) -> float:
         """Return how long the mesh can do without this status after it was told the other."""

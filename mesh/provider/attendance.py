@@ -44,7 +44,7 @@ class Attendance:
         self,
         me: bytes,
         journal: Journal,
-        publish: Callable[[bytes], None],
+        publish: Callable[[bytes], object],
         adverts: Callable[[], Iterable[Advert]],
         zones: Callable[[], Mapping[bytes, str]],
         summaries: Callable[[], Mapping[bytes, bytes]],

@@ -255,10 +255,11 @@ class PublishedStatuses:
         membership: Any = SimpleNamespace(publish=self._receive)
         self.gossip = StatusGossip(A, membership, table or JobTable(), lambda: None)
 
-    def _receive(self, section: str, body: bytes, ttl_s: float, urgent: bool) -> None:
+    def _receive(self, section: str, body: bytes, ttl_s: float, urgent: bool) -> bool:
         status = decode_status(body)
         assert status is not None and section.startswith("jobs/")
         self.statuses.append((status, urgent))
+        return True
 
     def publishes(self, status: JobStatus, at: float) -> bool:
         self.now, before = at, len(self.statuses)

@@ -1,5 +1,6 @@
 """What nodes publish of jobs reaches the job table, and leaves it with its section; orders to recover jobs are told."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,8 @@ from membership.records import MAX_BODY_BYTES
 from mesh.consensus.status import JobStatus, encode_status
 from mesh.jobs.job_table import OWN, JobTable
 from mesh.jobs.own_status import OwnStatus
-from mesh.jobs.status_gossip import RECOVERED, StatusGossip, speaks_for
-from mesh.model.record import Config
+from mesh.jobs.status_gossip import MOST_PUBLISHED, RECOVERED, StatusGossip, speaks_for
+from mesh.model.record import Config, Outcome
 from mesh.model.spec import format_job
 from tests.consensus.worlds import JOB, A, B, C, voters
 
@@ -41,7 +42,7 @@ class World:
     def __init__(self) -> None:
         self.sections: dict[tuple[bytes, str], bytes] = {}
         self.published: list[tuple[str, bytes]] = []
-        self.changes = 0
+        self.changes, self.full = 0, False
         self.table = JobTable()
         self.gossip = StatusGossip(A, self, self.table, self.changed)  # type: ignore[arg-type]
 
@@ -55,9 +56,12 @@ class World:
     def records(self, prefix: str) -> list[Any]:
         return [self.record(*key) for key in self.sections if key[1].startswith(prefix)]
 
-    def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> None:
+    def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> bool:
+        if self.full:
+            return False
         self.published.append((section, body))
         self.sections[A, section] = body
+        return True
 
     def tells(self, node: bytes, section: str, status: JobStatus | bytes | None) -> None:
         """A node publishes a section, or its section ends."""
@@ -142,3 +146,31 @@ def test_status_of_a_job_that_has_left_this_node_is_forgotten(monkeypatch: pytes
     del runners[JOB]
     own.publish(JOB)
     assert world.table.own(JOB) is None and not world.gossip._published
+
+
+def test_status_that_finds_no_room_is_published_later() -> None:
+    world = World()
+    world.full = True
+    world.gossip.publish(view())
+    world.full = False
+    world.gossip.publish(view())
+    world.gossip.publish(view())
+    assert len(world.published) == 1
+
+
+def test_jobs_that_ended_first_leave_room_for_others() -> None:
+    world, now = World(), int(time.time() * 1000)
+
+    def publish(number: int) -> bool:
+        """Publish a job, of which each second one has ended, in the order of the numbers."""
+        outcome = Outcome("done", "", 0, None, (), now - 100_000 + number) if number % 2 else None
+        before = len(world.published)
+        world.gossip.publish(view(number.to_bytes(16), outcome=outcome))
+        return len(world.published) > before
+
+    assert all(publish(number) for number in range(MOST_PUBLISHED + 1))
+    left = MOST_PUBLISHED // 10
+    assert len(world.gossip._published) == MOST_PUBLISHED + 1 - left
+    world.gossip._published.clear()
+    again = [number for number in range(MOST_PUBLISHED) if publish(number)]
+    assert [number for number in range(MOST_PUBLISHED) if number not in again] == list(range(1, 2 * left, 2))

@@ -292,6 +292,32 @@ def test_section_is_published_after_the_clock_was_ahead(caplog: pytest.LogCaptur
     assert "section facts was not published: expired" in caplog.text
 
 
+def test_section_beyond_the_bound_is_not_published_and_that_is_told_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ann = CoreNode("ann")
+    assert ann.core.publish("facts", b"x", 3600)
+    monkeypatch.setattr("membership.records.MAX_SECTIONS", 2)
+    for second in range(120):
+        ann.now = float(second)
+        assert not ann.core.publish(f"jobs/{second}", b"x", 3600)
+    assert ann.core.publish("facts", b"y", 3600), "one that is there is replaced"
+    assert caplog.text.count("was not published: full") == 2
+
+
+def test_versions_of_expired_sections_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("membership.core.REMEMBERED", 100)
+    ann = CoreNode("ann")
+    ann.core.publish("jobs/lasting", b"x", 86_400)
+    for number in range(1000):
+        ann.now += 30.0
+        ann.core.publish(f"jobs/{number}", b"x", 60)
+    kept = ann.core._versions
+    assert len(kept) <= 100 and "jobs/lasting" in kept and "jobs/999" in kept and "jobs/960" in kept
+    ann.core.publish("jobs/999", b"y", 60)
+    assert kept["jobs/999"] == 2
+
+
 def test_earlier_run_is_outbid_after_a_lost_disk_and_a_wrong_clock() -> None:
     former, bob = CoreNode("ann", epoch=500), CoreNode("bob")
     former.core.publish("facts", b"former", 1000)
