@@ -1,6 +1,6 @@
 """View: what a job core knows of the mesh when it decides, and its clocks and timers."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -54,7 +54,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     disks: Mapping[bytes, bytes] = {}  # the name of each node's journal, where known
     queue: Queue | None = None
     ends: Mapping[bytes, OutcomeKind] = {}  # outcomes of finished jobs
-    array_ends: Mapping[bytes, Set[int]] = {}  # finished places of each array
+    array_ends: Mapping[bytes, int] = {}  # finished places of each array with a limit, as bits
     running: Sequence[RunningJob] = ()
     hierarchy: Hierarchy = Hierarchy()  # ranks nodes
     recoveries: Mapping[bytes, Sequence[bytes]] = {}  # orders of users to recover a job, by job

@@ -24,6 +24,9 @@ from mesh.model.events import (
     hash_of,
 )
 from mesh.model.spec import JobSpec
+from mesh.util.remembered import Remembered
+
+REMEMBERED = 4096  # jobs with their last event; an older one begins a new chain, as after a restart (own choice)
 
 
 class EventLog:
@@ -31,7 +34,7 @@ class EventLog:
 
     def __init__(self, identity: Identity, trust: TrustStore, journal: Journal) -> None:
         self._identity, self._trust, self._journal = identity, trust, journal
-        self._last: dict[bytes | None, tuple[int, bytes]] = {}  # number and hash of each job's last event
+        self._last = Remembered[bytes | None, tuple[int, bytes]](REMEMBERED)  # number and hash of a job's last event
         self._unreported: dict[bytes, list[bytes]] = {}
         self.counts: Counter[Kind] = Counter()
 
@@ -43,15 +46,11 @@ class EventLog:
         event = Event(job, max(seq + 1, unix_ms), unix_ms, kind, previous, reason=reason[:REASON_CHARS], **fields)
         sealed = seal(self._identity, self._trust.mesh_id, "event", encode_event(event))
         self.counts[kind] += 1
-        self._last[job] = (event.seq, hash_of(sealed))
+        self._last.keep(job, (event.seq, hash_of(sealed)))
         self._journal.record_event(self._identity.node_id, event, sealed)
         if job is not None:
             self._unreported.setdefault(job, []).append(sealed)
         return event
-
-    def forget(self, job: bytes) -> None:
-        """Forget the chain of a job that is over, or in which this node takes no part any more."""
-        self._last.pop(job, None)
 
     def unreported(self) -> list[tuple[bytes, EventReport]]:
         """Return the events that the witnesses of each job have not been sent yet, once."""

@@ -26,7 +26,7 @@ class JobTable:
         self._best: dict[bytes, JobStatus] = {}
         self._waiting: dict[bytes, Waiting] = {}
         self._ends: dict[bytes, OutcomeKind] = {}
-        self._array_ends: dict[bytes, set[int]] = {}
+        self._array_ends: dict[bytes, int] = {}
         self._of_array = defaultdict[bytes, set[bytes]](set)  # the jobs of each array with a limit, as views name them
         self._archived: set[bytes] = set()
         self._used_before: Counter[tuple[str, int]] = Counter()  # of archived jobs, by user and day of the end
@@ -67,8 +67,8 @@ class JobTable:
     def end(self, job: bytes, kind: OutcomeKind, array: ArrayPlace | None) -> None:
         """Record the end of a job, as this node or the job's witnesses know it."""
         self._ends[job] = kind
-        if array is not None:
-            self._array_ends.setdefault(array.array, set()).add(array.place)
+        if array is not None and array.limit:
+            self._array_ends[array.array] = self._array_ends.get(array.array, 0) | 1 << array.place
 
     def jobs_of(self, array: bytes) -> Set[bytes]:
         """Return the jobs that views put into this array, if they give it a limit."""
@@ -122,8 +122,8 @@ class JobTable:
         return self._ends
 
     @property
-    def array_ends(self) -> Mapping[bytes, Set[int]]:
-        """Return the finished places of each array."""
+    def array_ends(self) -> Mapping[bytes, int]:
+        """Return the finished places of each array with a limit, as bits."""
         return self._array_ends
 
     @property

@@ -93,7 +93,6 @@ class OwnStatus:
             if self._job_table.update(OWN, job, status):
                 self._changed()
             if status is None or status.outcome is not None:
-                self._event_log.forget(job)
                 self._noted_at.pop(job, None)
             if status is None:
                 self._gossip.forget(job)

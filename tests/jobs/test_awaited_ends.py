@@ -17,7 +17,7 @@ from mesh.jobs.job_table import JobTable
 from mesh.model.record import JobRecord, OutcomeKind
 from mesh.model.spec import JobSpec
 from tests.consensus.worlds import A, B, C, make_leader, make_spec, make_witness
-from tests.jobs.test_job_table import DONE, PLACE, view
+from tests.jobs.test_job_table import DONE, LIMITED, PLACE, view
 
 FIRST = b"f" * 16
 FAILED = msgspec.structs.replace(DONE, kind="failed")
@@ -55,7 +55,7 @@ class World:
     async def describe(self, job: bytes, first: bytes | None = None) -> JobSpec:
         assert first == self.leader.spec.submitter
         self.asked.append(job)
-        return self.specs.get(job, make_spec(array=PLACE))
+        return self.specs.get(job, make_spec(array=LIMITED))
 
     async def look(self) -> dict[bytes, OutcomeKind]:
         self.ends.look()
@@ -74,7 +74,7 @@ async def test_status_alone_ends_no_job_for_those_that_wait(monkeypatch: pytest.
     world.records = [record("done")]
     world.now += AGAIN_MAX_S
     assert await world.look() == {FIRST: "done"} and world.learned == 1
-    assert world.table.array_ends == {PLACE.array: {PLACE.place}}
+    assert world.table.array_ends == {PLACE.array: 1 << PLACE.place}
     world.now += AGAIN_MAX_S
     asked = len(world.asked)
     assert await world.look() == {FIRST: "done"} and len(world.asked) == asked, "it is known now"

@@ -3,6 +3,8 @@
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from membership.envelope import open_envelope, seal
 from membership.identity import Identity
 from membership.trust import TrustStore, found_mesh
 from mesh.consensus.messages import EventReport
+from mesh.jobs import event_log
 from mesh.jobs.event_log import EventLog
 from mesh.journal import Journal
 from mesh.model.events import (
@@ -89,6 +92,22 @@ async def test_events_are_kept_in_order_by_their_node_and_by_witnesses(nodes: li
         (runner.identity.node_id, "checkpoint", False),
     ]
     assert rows[0][1].seq < rows[1][1].seq
+
+
+async def test_last_events_of_a_bounded_number_of_jobs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes come after the end of a job, too: of its files, or of the place that it had."""
+    monkeypatch.setattr(event_log, "REMEMBERED", 8)
+    identities, trust = lab(1)
+    journal: Any = SimpleNamespace(record_event=lambda *given: None)
+    log = EventLog(identities[0], trust, journal)
+    first = log.add(JOB, "state")
+    for number in range(7):
+        log.add(number.to_bytes(16), "state")
+    following = log.add(JOB, "state")
+    assert following.previous and following.seq > first.seq and len(log._last) == 8
+    for number in range(8):
+        log.add(number.to_bytes(16), "state")
+    assert not log.add(JOB, "state").previous and len(log._last) == 8
 
 
 async def test_merge_marks_missing_events(nodes: list[Node]) -> None:

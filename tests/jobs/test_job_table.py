@@ -85,9 +85,11 @@ def test_end_that_this_node_knows_stays() -> None:
     job_table = JobTable()
     job_table.update(A, JOB, view("pending", term=2**50))
     assert not job_table.may_be_over(JOB)
-    job_table.update(OWN, JOB, view("done", outcome=DONE, array=PLACE))
+    job_table.update(OWN, JOB, view("done", outcome=DONE, array=LIMITED))
     job_table.update(OWN, JOB, None)
-    assert job_table.ends == {JOB: "done"} and job_table.array_ends == {PLACE.array: {PLACE.place}}
+    job_table.end(b"k" * 16, "done", msgspec.structs.replace(LIMITED, place=3))
+    job_table.end(b"n" * 16, "done", msgspec.structs.replace(PLACE, array=b"n" * 16))
+    assert job_table.ends[JOB] == "done" and job_table.array_ends == {PLACE.array: 0b1010}, "only a limit needs them"
 
 
 def test_statuses_name_the_jobs_of_an_array_and_count_no_place() -> None:
