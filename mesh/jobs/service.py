@@ -336,9 +336,7 @@ class JobService:
         begun, problems = time.monotonic(), self._membership.problems
         try:
             view = msgspec.structs.replace(self.mesh_view.look(), recoveries=self.status_gossip.recoveries())
-        except (
-            Exception
-        ) as error:  # of what nodes publish; an error in a core is fatal, since its changes are not saved
+        except Exception as error:  # of what nodes publish; one in a core is fatal, since its changes are not saved
             log.exception("the view of the mesh could not be built; the next change tries again")
             self._failed_looks += 1
             if self._failed_looks >= TOLD_AT:
