@@ -182,8 +182,9 @@ class Journal:
     async def find_archived(self, text: str, whole: bool, most: int) -> list[bytes]:
         """Return the archived jobs that `text` may mean.
 
-        These are jobs whose id, or whose array's id, starts with it, each array whole; else the newest job of that name;
-        else, unless `whole`, the newest of each name that starts with it. `most`: ids or names that are considered.
+        This is a job or array with this id; else the newest job of that name; else, unless `whole`, the jobs whose id, or whose
+        array's id, starts with it; else the newest of each name that starts with it. Arrays are whole. `most`: ids or names that
+        are considered.
         """
         begin, array = text.lower(), text.lower().partition("_")[0]
 
@@ -195,10 +196,11 @@ class Journal:
             by_array = "array_id <> '' AND substr(array_id, 1, ?) = ? GROUP BY array_id LIMIT ?"
             # The newest job of each name.
             by_beginning = "name <> '' AND substr(name, 1, ?) = ? GROUP BY name HAVING max(ended_ms) LIMIT ?"
-            found = ask(by_id, len(begin), begin, most) + ask(by_array, len(array), array, most)
+            found = ask("id = ? OR array_id = ? LIMIT 1", begin, array)
             found = found or ask("name = ? ORDER BY ended_ms DESC LIMIT 1", text)
             if not found and not whole:
-                found = ask(by_beginning, len(text), text, most)
+                found = ask(by_id, len(begin), begin, most) + ask(by_array, len(array), array, most)
+                found = found or ask(by_beginning, len(text), text, most)
             arrays = {array_id for _, array_id in found if array_id}
             members = [job for array_id in sorted(arrays) for job, _ in ask("array_id = ?", array_id)]
             return [*(job for job, array_id in found if not array_id), *members]

@@ -1,13 +1,16 @@
 """Lookup of nodes and jobs: full names first, then prefixes, never a guess among several."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.api.handlers.lookup import JobLookup
+from mesh.model.spec import ArrayPlace, format_job
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.lookup import job_name_meant, node_meant
 
@@ -61,19 +64,75 @@ def test_job_is_found_by_unique_prefix(text: str, others: set[str], own: set[str
         assert len(fits) > 1 and text not in names
 
 
+def job_lookup(rows: list[Any], archive: Any = None) -> JobLookup:
+    membership: Any = SimpleNamespace(credentials=SimpleNamespace(user="her"))
+    table = SimpleNamespace(all=lambda: {row.job: row for row in rows})
+    jobs: Any = SimpleNamespace(job_table=table, archive=archive)
+    nothing: Any = None
+    return JobLookup(b"me", membership, nothing, nothing, jobs, nothing)
+
+
+def row(job: bytes, name: str = "", user: str = "her", over: bool = False, **more: Any) -> Any:
+    fields = {"created_unix_ms": job[0], "array": None, "attempts": (), "outcome": "its end" if over else None}
+    return SimpleNamespace(job=job, user=user, name=name, **fields | more)
+
+
 @pytest.mark.parametrize(
     ("text", "job"),
     [("train", b"2"), ("tra", b"2"), ("sweep", b"4"), ("eval", b"5"), ("s", b"4"), ("t", b"2")],
 )
 def test_name_means_the_newest_of_own_jobs_before_those_of_others(text: str, job: bytes) -> None:
     named = [("her", "train"), ("her", "train"), ("his", "train"), ("her", "sweep"), ("his", "eval"), ("his", "test")]
-    rows = {
-        b"%d" % number: SimpleNamespace(
-            job=b"%d" % number, user=user, name=name, created_unix_ms=number, array=None, attempts=()
-        )
-        for number, (user, name) in enumerate(named, 1)
-    }
-    membership: Any = SimpleNamespace(credentials=SimpleNamespace(user="her"))
-    jobs: Any = SimpleNamespace(job_table=SimpleNamespace(all=lambda: rows))
-    nothing: Any = None
-    assert JobLookup(b"me", membership, nothing, nothing, jobs, nothing).find_job(text).job == job
+    rows = [row(b"%d" % number, name, user) for number, (user, name) in enumerate(named, 1)]
+    assert job_lookup(rows).find_job(text).job == job
+
+
+def number(count: int, first: int = 0) -> bytes:
+    return bytes([first, count]) + bytes(14)
+
+
+def test_full_id_beats_a_full_name_and_that_beats_the_beginning_of_an_id() -> None:
+    old, new = number(1), number(2, 0x88)
+    rows = [row(old, "bert"), row(new, format_job(old)[:4]), row(number(3, 0x44), format_job(old))]
+    assert job_lookup(rows[:1]).find_job(format_job(old)[:4].upper()).job == old
+    assert job_lookup(rows).find_job(format_job(old)[:4]).job == new, "another job has that name"
+    assert job_lookup(rows).find_job(format_job(old)).job == old
+    mine = [row(old), row(new, format_job(old)[:4], "his")]
+    assert job_lookup(mine).find_job(format_job(old)[:4]).job == new, "also the name of another user's job"
+
+
+def test_ended_job_does_not_stand_before_one_that_goes_on() -> None:
+    named = [row(number(1, 1), "train"), row(number(2, 2), "train", over=True), row(number(3, 3), "train", "his")]
+    assert job_lookup(named).find_job("train").job == named[0].job
+    same = [row(number(1)), row(number(2), over=True)]
+    begin = format_job(number(1))[:2]
+    assert job_lookup(same).find_job(begin).job == same[0].job
+    with pytest.raises(MeshError, match="ambiguous"):
+        job_lookup([*same, row(number(3))]).find_job(begin)
+    with pytest.raises(MeshError, match="ambiguous"):
+        job_lookup([row(number(1), over=True), row(number(2), over=True)]).find_job(begin)
+
+
+async def test_archive_is_asked_before_the_beginning_of_an_id_counts() -> None:
+    asked = []
+
+    async def find(text: str, whole: bool) -> None:
+        asked.append((text, whole))
+
+    lookup = job_lookup([row(number(1), "bert")], SimpleNamespace(find=find))
+    begin = format_job(number(1))[:4]
+    for text in ("bert", format_job(number(1)), begin, "ber", "nothing"):
+        await lookup.load(text)
+    assert asked == [(begin, True), ("ber", True), ("nothing", False)]
+
+
+async def test_only_the_id_of_an_array_waits_for_its_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.api.handlers.lookup.HEARD_WITHIN_S", 0.2)
+    array, now_ms = ArrayPlace(number(9, 9), 1, 0, 3), int(time.time() * 1000)
+    archive = SimpleNamespace(find=AsyncMock())
+    lookup = job_lookup([row(number(1), created_unix_ms=now_ms, array=array)], archive)
+    begun = time.monotonic()
+    await lookup.load(format_job(number(1)))
+    assert time.monotonic() - begun < 0.1
+    await lookup.load(format_job(array.array))
+    assert time.monotonic() - begun > 0.2

@@ -91,22 +91,20 @@ class JobLookup:
             found = self.find_jobs(text)
         except MeshError:
             found = []
-        if not found or (found[0].name != text and found[0].name.startswith(text)):
+        if not found or (found[0].name != text and format_job(found[0].job) != text.lower()):
             await self._jobs.archive.find(text, whole=bool(found))
         deadline = time.monotonic() + HEARD_WITHIN_S
         while len(text) == JOB_ID_LENGTH and time.monotonic() < deadline:
             with suppress(MeshError):
                 first, *others = self.find_jobs(text)
                 old = time.time() - first.created_unix_ms / 1000 > NEW_S
-                if first.array is None or old or 1 + len(others) == first.array.of:
+                array = first.array
+                if array is None or old or 1 + len(others) == array.of or format_job(array.array) != text.lower():
                     return
             await asyncio.sleep(HEARD_WITHIN_S / 40)
 
     def find_job(self, text: str) -> JobStatus:
-        """Return the job with this id, name, prefix of either, or ARRAY_INDEX; MeshError if none or several match.
-
-        Of jobs with the same name it is the newest of this user's own, else the newest.
-        """
+        """Return the job with this id, name, prefix of either, or ARRAY_INDEX; MeshError if none or several match."""
         matches = self.find_jobs(text)
         if len(matches) > 1 and matches[0].array is not None:
             name = format_job(matches[0].array.array)[:8]
@@ -116,33 +114,50 @@ class JobLookup:
         return matches[0]
 
     def find_jobs(self, text: str) -> list[JobStatus]:
-        """Return one job, or all jobs of one array."""
-        statuses = self.statuses()
+        """Return one job, or all jobs of one array.
+
+        A full id beats a full name, that beats the beginning of an id, and that the beginning of a name. Of jobs with the same
+        name it is the newest of this user's own that has not ended, else their newest, else that of the others.
+        """
+        statuses = self.statuses().values()
         wanted, _, index = text.lower().partition("_")
-        matches = [status for job, status in statuses.items() if wanted and format_job(job).startswith(text.lower())]
-        arrays: dict[bytes, list[JobStatus]] = {}
-        for status in statuses.values():
+        groups: dict[bytes, list[JobStatus]] = {}
+        for status in statuses:
+            if wanted and format_job(status.job).startswith(text.lower()):
+                groups[status.job] = [status]
             array = status.array
-            if array is None or (index and not array.has(index)):
+            if array is None or not wanted or (index and not array.has(index)):
                 continue
-            if wanted and format_job(array.array).startswith(wanted):
-                arrays.setdefault(array.array, []).append(status)
-        if not matches and not arrays:
-            every = [status for status in statuses.values() if status.name]
-            own = {status.name for status in every if status.user == self.user}
-            name = job_name_meant(text, {status.name for status in every}, own)
-            named = [status for status in every if status.name == name]
-            matches = sorted(named, key=lambda status: (status.user != self.user, -status.created_unix_ms))[:1]
-            if matches and matches[0].array is not None:
-                arrays = {b"": [s for s in named if s.array and s.array.array == matches[0].array.array]}
-                matches = []
-        found = [*([status] for status in matches), *arrays.values()]
-        if not found:
+            if format_job(array.array).startswith(wanted):
+                groups.setdefault(array.array, []).append(status)
+        whole = len(wanted) == JOB_ID_LENGTH and bool(groups)
+        names = {status.name for status in statuses if status.name}
+        if not whole and (text in names or not groups):
+            own = {status.name for status in statuses if status.name and status.user == self.user}
+            name = job_name_meant(text, names, own)
+            groups = self._newest([status for status in statuses if name is not None and status.name == name])
+        if len(groups) > 1:
+            going = {key: group for key, group in groups.items() if any(status.outcome is None for status in group)}
+            groups = going or groups
+        if not groups:
             raise MeshError(f"no job {text!r} is known here: `mesh ps -a` lists them", ExitCode.NOT_FOUND)
-        if len(found) > 1:
-            ids = ", ".join(format_job(status.job)[:8] for status, *_ in found)
+        if len(groups) > 1:
+            ids = ", ".join(format_job(status.job)[:8] for status, *_ in groups.values())
             raise MeshError(f"{text!r} is ambiguous: {ids}: give more of the id", ExitCode.USAGE)
-        return sorted(found[0], key=lambda status: status.array.place if status.array is not None else 0)
+        [found] = groups.values()
+        return sorted(found, key=lambda status: status.array.place if status.array is not None else 0)
+
+    def _newest(self, named: list[JobStatus]) -> dict[bytes, list[JobStatus]]:
+        """Return the job that is meant of those with the same name, with the other jobs of its array."""
+        if not named:
+            return {}
+        meant = min(named, key=lambda s: (s.user != self.user, s.outcome is not None, -s.created_unix_ms))
+        array = meant.array
+        return {
+            meant.job: [meant]
+            if array is None
+            else [status for status in named if status.array is not None and status.array.array == array.array]
+        }
 
     def find_own(self, text: str) -> JobStatus:
         """Return the named job; MeshError if it is another user's."""
