@@ -145,6 +145,12 @@ async def why(handlers: Handlers, call: Call[queries.WhyQuery]) -> schemas.jobs.
     return await handlers.placement.why(call.job, call.asked.would)
 
 
+@read("deliveries", "jobs")
+async def deliveries(handlers: Handlers, call: Call[Nothing]) -> schemas.jobs.Deliveries:
+    """List the directories that still lack the files of their jobs (`out` of a submission)."""
+    return handlers.submission.deliveries()
+
+
 @order("jobs/{job}/cancel", "jobs")
 async def cancel(handlers: Handlers, call: Call[Nothing]) -> schemas.jobs.AllCancelled:
     """Cancel a job, or all jobs of an array."""

@@ -21,15 +21,17 @@ from mesh.cli.terminal import DURATION, ago, client, job_path, json_option, quot
 from mesh.util.byte_text import amount, part
 from mesh.util.duration import lasting, parse_duration
 from mesh.util.errors import ExitCode, MeshError
-from mesh.util.text import OVER, doing, plural, saving_words, state_text
+from mesh.util.text import OVER, doing, plural, saving_words, short_id, state_text
 
 STATES = ("pending", "starting", "running", "vacating", "frozen", "stranded", "cancelling", *sorted(OVER))
+WAITING = {"pending", "frozen", "stranded"}
 POLL_S = 0.3
 WATCH_S = 0.5
 LAST_LOOKS = 10  # at the events of an ended job, for the last event of the node that ended it
 TAIL_BYTES, TAIL_LINE_BYTES = 64 << 20, 1 << 20  # of `--tail`, which keeps them in memory (own choice)
 CANCEL_S = 15.0
 PROGRESS_S = 2.0  # between two reports of a transfer (own choice)
+DELIVERY_S = 60.0  # after the end; failed tries take half a minute until the daemon reports them (`mesh job events`)
 MOVE_S = 90.0  # the usual grace, a restore, and a margin
 
 raw_option = click.option(
@@ -91,7 +93,9 @@ def submit(
 def run(
     ctx: click.Context, /, command: tuple[str, ...], out: str | None, raw: bool, print_file: bool, **options: Any
 ) -> None:
-    """Run COMMAND on the mesh, follow its output and exit with its exit code. Ctrl-C leaves it running; twice cancels it.
+    """Run COMMAND on the mesh, follow its output and exit with its exit code.
+
+    Ctrl-C leaves it running, and twice cancels it; the exit code is then 130.
 
     As with `docker run`, exit code 125 means that mesh failed or the job ended without an exit code, 126 that COMMAND cannot be
     executed, and 127 that it was not found.
@@ -118,8 +122,7 @@ def run(
         except KeyboardInterrupt:
             daemon.post(f"/v1/jobs/{job}/cancel")
             say("cancelled", err=True)
-            ctx.exit(int(ExitCode.INTERRUPTED))
-        ctx.exit(0)
+        ctx.exit(int(ExitCode.INTERRUPTED))
     state = daemon.get(f"/v1/jobs/{job}")["job"]
     if out is not None and state["outcome"] is not None:
         with waiting_for("fetching its files"):
@@ -151,15 +154,21 @@ def packing_progress(daemon: Client) -> AbstractContextManager[None]:
 
 
 def job_progress(daemon: Client, job: str) -> AbstractContextManager[None]:
-    """Report what a job waits for: its image, files or checkpoint before it starts; what it saves at its end."""
+    """Report what a job waits for: a node, its image, files or checkpoint before it starts; what it saves at its end."""
+    hinted = ""
 
     def read() -> str:
+        nonlocal hinted
         try:
             state = daemon.get(f"/v1/jobs/{job}")["job"]
         except MeshError:
             return ""
         if state["state"] == "starting" and state["detail"].startswith("preparing:"):
             return str(state["detail"])
+        if state["state"] in WAITING:
+            words = state_text(state)
+            hinted = hinted or words
+            return f"{words} (`mesh why {job[:8]}` says more)" if words == hinted else words
         return "" if state["state"] == "running" else saving_words(state["saving"])
 
     return progress(read, PROGRESS_S)
@@ -273,10 +282,9 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
             kept = f"{ago(last['created_unix_ms'])} ago on {len(last['holders'])}" + (
                 " (at risk)" if last["at_risk"] else ""
             )
-        array = row["array"]
         rows.append(
             [
-                row["job"][:8] if array is None else f"{array['array'][:8]}_{array['label']}",
+                short_id(row),
                 row["name"] or "-",
                 row["user"],
                 row["state"],
@@ -370,25 +378,36 @@ def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
     """End JOBS, or all jobs of arrays. What they have published or saved stays readable."""
     daemon = client(ctx)
     paths = [job_path(job) for job in jobs]
-    rows = {row["job"]: row for path in paths for row in daemon.post(f"{path}/cancel")["jobs"]}
+    answers = [daemon.post(f"{path}/cancel")["jobs"] for path in paths]
+    rows = {row["job"]: row for answer in answers for row in answer}
     deadline = time.monotonic() + CANCEL_S
-    waiting = {job for job, row in rows.items() if not row["already"]}
+    waiting = [answer for answer in answers if not all(row["already"] for row in answer)]
     while waiting and time.monotonic() < deadline:
         time.sleep(0.1)
-        states = {job: daemon.get(f"/v1/jobs/{job}")["job"]["state"] for job in waiting}
-        for job in waiting:
-            rows[job]["state"] = states[job]
-        waiting = {job for job in waiting if states[job] not in OVER}
+        for state in _states(daemon, waiting):
+            if state["job"] in rows:
+                rows[state["job"]]["state"] = state["state"]
+        waiting = [answer for answer in waiting if not all(rows[row["job"]]["state"] in OVER for row in answer)]
     if as_json:
         print_json({"jobs": [*rows.values()]})
         return
-    for job, row in sorted(rows.items()):
+    for row in rows.values():
+        name = short_id(row)
         if row["already"]:
-            say(f"job {job[:8]} is {row['state']} already")
+            say(f"job {name} is {row['state']} already")
         elif row["state"] in OVER:
-            say(f"job {job[:8]} cancelled")
+            say(f"job {name} cancelled")
         else:
-            say(f"job {job[:8]} will end when a majority of its witnesses can be reached: `mesh describe {job[:8]}`")
+            say(f"job {name} will end when a majority of its witnesses can be reached: `mesh describe {name}`")
+
+
+def _states(daemon: Client, groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the states of jobs and of whole arrays, by their ids: a name may mean another job by now."""
+    states: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        whole = group[0]["job"] if len(group) == 1 else group[0]["array"]["array"]
+        states |= {state["job"]: state for state in daemon.get(f"/v1/jobs?fits={whole}")["jobs"]}
+    return [*states.values()]
 
 
 @click.command()
@@ -397,28 +416,51 @@ def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
 @json_option
 @click.pass_context
 def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
-    """Wait until JOBS, or arrays, have ended; exit with the code of the first that did not succeed."""
+    """Wait until JOBS, or arrays, have ended; exit with the code of the first that did not succeed.
+
+    Files that `submit --out DIR` asked this node for are in DIR then.
+    """
     daemon = client(ctx)
     for job in jobs:
         job_path(job)  # an empty name would fit all jobs
-
-    def read() -> list[dict[str, Any]]:
-        return [state for job in jobs for state in daemon.get(f"/v1/jobs?fits={quote(job)}")["jobs"]]
-
-    states = read()
+    groups = [daemon.get(f"/v1/jobs?fits={quote(job)}")["jobs"] for job in jobs]
+    states = [state for group in groups for state in group]
     deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
     with waiting_for(f"waiting for {plural(len(states), 'job')}"):
         while any(state["outcome"] is None for state in states) and time.monotonic() < deadline:
             time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-            states = read()
+            states = _states(daemon, groups)
+        late = _undelivered(daemon, states, min(deadline, time.monotonic() + DELIVERY_S))
     if as_json:
         print_json({"jobs": states})
     else:
         for state in states:
-            say(f"{state['job'][:8]} {state['state']}" + (f": {state['detail']}" if state["detail"] else ""))
+            say(f"{short_id(state)} {state['state']}" + (f": {state['detail']}" if state["detail"] else ""))
     if any(state["outcome"] is None for state in states):
         ctx.exit(int(ExitCode.TIMED_OUT))
-    ctx.exit(next((code for state in states if (code := exit_code(state))), 0))
+    for row in late:
+        say(f"mesh: {_late(row)}", err=True)
+    ctx.exit(next((code for state in states if (code := exit_code(state))), int(ExitCode.ERROR) if late else 0))
+
+
+def _undelivered(daemon: Client, states: list[dict[str, Any]], deadline: float) -> list[dict[str, Any]]:
+    """Wait until this node has brought the files of ended jobs home; return what it could not bring by then."""
+    ended = {state["job"] for state in states if state["outcome"] is not None}
+    while True:
+        rows = [row for row in daemon.get("/v1/deliveries")["deliveries"] if row["job"] in ended]
+        if all(row["over"] for row in rows) or time.monotonic() >= deadline:
+            return rows
+        time.sleep(POLL_S)
+
+
+def _late(row: dict[str, Any]) -> str:
+    """Return why a job's files are not in their directory, and what to do."""
+    job, why = row["job"][:8], f": {row['problem']}" if row["problem"] else ""
+    if row["over"]:
+        return (
+            f"the files of job {job} were not brought to {row['directory']}{why}. `mesh cp {job}:out/ DIR` copies them"
+        )
+    return f"the files of job {job} are not in {row['directory']} yet{why}. It is tried again: `mesh job events {job}`"
 
 
 @click.command()
@@ -513,6 +555,7 @@ def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_jso
     daemon, seen, looks = client(ctx), set(), 0
     if job and audit:
         raise click.UsageError("--audit is about this node: leave out JOB")
+    job = daemon.get(job_path(job))["job"]["job"] if job and watch else job  # a name may mean another job later
     path = "/v1/events" + (f"?job={quote(job)}" if job else f"?audit={str(audit).lower()}&after=")
     last = 0
     while True:

@@ -27,6 +27,12 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
+def short_id(job: Mapping[str, Any]) -> str:
+    """Return the id of a job as lists show it: the beginning of its own, or ARRAY_INDEX."""
+    array = job["array"]
+    return str(job["job"][:8]) if array is None else f"{array['array'][:8]}_{array['label']}"
+
+
 def state_text(job: Mapping[str, Any]) -> str:
     """Return a job's state with its details."""
     return f"{job['state']}: {job['detail']}" if job["detail"] else str(job["state"])

@@ -22,7 +22,7 @@ from mesh.api.requests import SubmitOrder
 from mesh.checkpoints.replicator import FetchError, Replicator
 from mesh.journal import JournalError
 from mesh.model.record import Outcome
-from mesh.model.spec import SpecError, check_spec
+from mesh.model.spec import SpecError, check_spec, format_job
 from mesh.rpc import streams
 from mesh.util.backoff import Backoff
 from mesh.util.errors import ExitCode, MeshError
@@ -231,14 +231,21 @@ async def test_delivery_gives_up_a_directory_that_cannot_be_written(finished: Fi
     (tmp_path / "afile").touch()
     await finished.deliver(tmp_path / "afile" / "x")
     assert [new for new, _ in finished.told] == ["not brought home"] and finished.requests == [(JOB, "")]
+    [row] = finished.delivery.rows()
+    assert row.job == format_job(JOB) and row.over and "could not be written" in row.problem
 
 
 async def test_delivery_takes_any_exception_as_a_failed_try(finished: Finished, tmp_path: Path) -> None:
     finished.problem = RuntimeError("a fault of this program")
+    await finished.delivery.want(JOB, str(tmp_path / "home"))
+    finished.requests.clear()
     await finished.deliver(tmp_path / "home")
     assert finished.requests == []
+    [row] = finished.delivery.rows()
+    assert row.problem == "a fault of this program" and not row.over
     finished.problem = None
     await finished.deliver(tmp_path / "home")
+    assert finished.delivery.rows() == []
     assert finished.requests == [(JOB, "")] and (tmp_path / "home" / "weights").read_bytes() == b"w"
 
 

@@ -235,7 +235,7 @@ def test_first_ctrl_c_leaves_the_job_running(shared: Stack) -> None:
     process, heard, _ = interrupted(shared, 1)
     job = heard.split("job ")[1].split()[0]
     full = next(row["job"] for row in read(shared.nodes[0], "ps")["jobs"] if row["job"].startswith(job))
-    assert process.returncode == 0 and job_state(shared.nodes[0], full)["state"] == "running"
+    assert process.returncode == 130 and job_state(shared.nodes[0], full)["state"] == "running"
     ok(shared.nodes[0], "cancel", full)
 
 
@@ -317,7 +317,8 @@ def test_array_is_addressed_by_one_name(shared: Stack) -> None:
     many = mesh(node, "submit", "--no-workdir", "--array", "1-1500", "--", "true")
     assert many.returncode == 2 and "--batch 2 makes larger jobs" in many.stderr
     slow = ok(node, "submit", "--no-workdir", "--array", "1-3", "--", "sleep", "60").strip()
-    assert ok(node, "cancel", slow).count("cancelled") == 3
+    cancelled = ok(node, "cancel", slow)
+    assert [f"job {slow[:8]}_{index} cancelled" in cancelled for index in (1, 2, 3)] == [True] * 3
     follower = mesh(node, "submit", "--no-workdir", "--after", array, "--", "true")
     assert follower.returncode == 1 and "not well" in follower.stderr
 
@@ -335,6 +336,11 @@ def test_batch_of_an_array_runs_its_indices_in_one_job(shared: Stack, tmp_path: 
     assert ok(other, "logs", f"{array[:8]}_6") == "5 of 5\n6 of 5\n7 of 5\n"
     assert "mesh: index 9 ended with exit code 1" in ok(other, "logs", f"{array[:8]}_8-9")
     until(lambda: {file.name for file in tmp_path.glob("5-7/*")} == {"5", "6", "7"}, "the files of the first to arrive")
+    home = tmp_path / "home"
+    job = ok(
+        node, "submit", "--no-workdir", "--out", str(home), "--", "sh", "-c", 'echo 1 > "$MESH_OUT_DIR/one"'
+    ).strip()
+    assert mesh(node, "wait", job).returncode == 0 and (home / "one").read_text() == "1\n", "wait is for the files, too"
 
 
 def test_deadline_and_retried_exit_codes(shared: Stack) -> None:

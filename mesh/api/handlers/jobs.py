@@ -26,7 +26,7 @@ from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.journal import AUDIT_KEPT, EVENTS_READ, Journal
 from mesh.model.events import Event, describe
-from mesh.model.spec import SpecError, attempt_request, format_job
+from mesh.model.spec import ArrayPlace, SpecError, attempt_request, format_job
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.structs import copy_as
 
@@ -95,12 +95,12 @@ class JobHandlers:
         def nick(node: bytes) -> str:
             return nick_in(nicks, node)
 
-        array, commit, outcome, saving = status.array, status.commit, status.outcome, status.saving
+        commit, outcome, saving = status.commit, status.outcome, status.saving
         return copy_as(
             schemas.jobs.Job,
             status,
             job=format_job(status.job),
-            array=array and copy_as(schemas.jobs.Place, array, array=format_job(array.array)),
+            array=_place(status.array),
             submitter=nick(status.submitter),
             state=state,
             detail=detail,
@@ -193,7 +193,8 @@ class JobHandlers:
                 known = {node for view in going for node in (view.runner, *view.witnesses, view.submitter)}
                 self._jobs.cancel(status.job, self._lookup.user, sorted(filter(None, known)))
             state = status.state if over else "cancelling"
-            rows.append(schemas.jobs.Cancelled(job=format_job(status.job), state=state, already=over))
+            job = format_job(status.job)
+            rows.append(schemas.jobs.Cancelled(job=job, array=_place(status.array), state=state, already=over))
         await asyncio.gather(*(self._submissions.withdraw(status.job) for status in found))
         return schemas.jobs.AllCancelled(jobs=rows)
 
@@ -275,6 +276,10 @@ class JobHandlers:
             checkpoint=None if commit is None else copy_as(schemas.jobs.At, commit),
             checkpoint_unix_ms=None if commit is None else commit.created_unix_ms,
         )
+
+
+def _place(array: ArrayPlace | None) -> schemas.jobs.Place | None:
+    return None if array is None else copy_as(schemas.jobs.Place, array, array=format_job(array.array))
 
 
 def _event(nicks: Mapping[NodeId, str], actor: bytes, event: Event, **place: int) -> schemas.jobs.Event:

@@ -56,6 +56,7 @@ DELIVERED_AT_ONCE = 4  # own choice
 AGAIN_S, AGAIN_MAX_S = 2.0, 2 * 3600.0  # after a failed delivery of a job (own choice)
 TOLD_AT = 5  # failed deliveries until they are reported: half a minute, in which a new daemon finds the holders
 GIVEN_UP_AT = 12  # failed deliveries of files that nodes need not keep any more: an hour (own choice)
+MOST_LOST = 100  # deliveries given up that are remembered for `mesh wait` (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +87,20 @@ class OutputDelivery:
         self._wanted: dict[bytes, str] = {}
         self._again = Backoff[bytes](AGAIN_S, AGAIN_MAX_S)
         self._delivering: dict[bytes, asyncio.Task[None]] = {}
+        self._problems: dict[bytes, str] = {}
+        self._lost: dict[bytes, schemas.jobs.Delivery] = {}  # the last ones that were given up
 
     async def want(self, job: bytes, directory: str) -> None:
         self._wanted[job] = directory
         await self._journal.request_output(job, directory)
+
+    def rows(self) -> list[schemas.jobs.Delivery]:
+        """Return the deliveries that are not done, and the last ones that were given up."""
+        return [*self._lost.values(), *(self._row(job, directory, False) for job, directory in self._wanted.items())]
+
+    def _row(self, job: bytes, directory: str, over: bool) -> schemas.jobs.Delivery:
+        problem = self._problems.get(job, "")
+        return schemas.jobs.Delivery(job=format_job(job), directory=directory, problem=problem, over=over)
 
     async def run(self) -> None:
         self._wanted |= await self._journal.requested_outputs()
@@ -131,14 +142,17 @@ class OutputDelivery:
                     True,
                     f"{words}; nodes keep files for {self._keep_s / 86_400:g} days after a job's end",
                 )
+            self._problems[job] = words
             if given_up or failed == TOLD_AT:
                 name, trace = format_job(job)[:8], None if isinstance(error, MeshError) else error
                 log.warning("job %s: its files were not brought to %s: %s", name, directory, words, exc_info=trace)
                 event_log.add(job, "state", words, new="not brought home" if given_up else "not brought home yet")
             if not given_up:
                 return
+            self._lost = dict([*self._lost.items(), (job, self._row(job, directory, True))][-MOST_LOST:])
         self._wanted.pop(job, None)
         self._again.forget(job)
+        self._problems.pop(job, None)
         await self._journal.request_output(job, "")
 
 
@@ -206,6 +220,9 @@ class SubmissionHandlers:
             witnesses=len(specs[0].witnesses),
             warning=late[0] if late else few,
         )
+
+    def deliveries(self) -> schemas.jobs.Deliveries:
+        return schemas.jobs.Deliveries(deliveries=self._delivery.rows())
 
     def _spec(
         self, order: SubmitOrder, command: dict[str, Any], chosen: tuple[bytes, ...], alive: list[bytes]

@@ -241,12 +241,26 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
 
 class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
     job: str
+    array: Place | None
     state: str
     already: bool
 
 
 class AllCancelled(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[Cancelled]
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """Files that this node is to bring to `directory`. `problem`: why the last try failed; `over`: there is no other try."""
+
+    job: str
+    directory: str
+    problem: str
+    over: bool
+
+
+class Deliveries(msgspec.Struct, frozen=True, kw_only=True):
+    deliveries: list[Delivery]
 
 
 class Migrating(msgspec.Struct, frozen=True, kw_only=True):
