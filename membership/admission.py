@@ -16,6 +16,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
@@ -93,10 +94,14 @@ class PendingJoin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """A granted chain, or the reason of a refusal; with neither, the request waits."""
+    """A granted chain, or the reason of a refusal; with neither, the request waits.
+
+    A refusal is of the invite with this `grant_digest`, and of no other; nodes of 0.1 do not name it.
+    """
 
     chain: bytes = b""
     problem: str = ""
+    grant_digest: bytes = b""
 
 
 class Endorsement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -354,7 +359,7 @@ class Admission:
         if decision != Decision():
             return decision
         if entry.grant:
-            return self._decide_invited(entry)
+            return self._decide_invited(entry, here=True)
         if not self._may_admit():
             return Decision()
         if self._core.trust.credentials(entry.node, self._clock.unix()) is not None:
@@ -382,8 +387,11 @@ class Admission:
             log.warning("admitted %s (%s, %s): this mesh is open", entry.nick, entry.user, format_id(entry.node))
         return decision
 
-    def _decide_invited(self, entry: PendingJoin) -> Decision:
-        """Decide on a request with an invite of this node: write the use to disk, then admit or endorse."""
+    def _decide_invited(self, entry: PendingJoin, here: bool = False) -> Decision:
+        """Decide on a request with an invite of this node: write the use to disk, then admit or endorse.
+
+        `here`: this node gives the answer, so a refusal is not published. A machine with several invites makes no flood of them.
+        """
         trust, now_unix = self._core.trust, self._clock.unix()
         issuer, grant = verify_invited(trust, entry, now_unix)
         me = trust.credentials(self._core.me, now_unix)
@@ -397,15 +405,19 @@ class Admission:
             else:
                 user = self._numbered(f"{grant.user}-{entry.user}", entry.node, now_unix)
         except TrustError as error:
-            return self._publish_decision(entry.node, Decision(problem=f"{error}: ask for another invite"))
+            return self._refuse(entry, f"{error}: ask for another invite", here)
         if not self._used.take(grant, entry.node, now_unix):
             used = "the invite has been used" if grant.uses == 1 else f"all {grant.uses} uses of the invite are used up"
-            return self._publish_decision(entry.node, Decision(problem=f"{used}: ask for a new one"))
+            return self._refuse(entry, f"{used}: ask for a new one", here)
         roles = tuple(role for role in grant.roles if role in me.roles)
         if me.can_admit:
             return self._admit(entry.node, entry.nick, user, roles)
         self._endorse(Endorsement(entry.node, entry.nick, roles))
         return Decision()
+
+    def _refuse(self, entry: PendingJoin, problem: str, here: bool) -> Decision:
+        decision = Decision(problem=problem, grant_digest=grant_digest(entry.grant))
+        return decision if here else self._publish_decision(entry.node, decision)
 
     def _numbered(self, name: str, node: NodeId, now_unix: float) -> User:
         """Return a new user with this name, or with a number after it if it is taken."""
@@ -426,7 +438,7 @@ class Admission:
         now_unix, trust = self._clock.unix(), self._core.trust
         for record in self._core.records.section(INVITED, now_unix):
             for entry in decode_pending(record.body, MAX_INVITED):
-                if self._is_open(entry.node, now_unix):
+                if self._is_open(entry.node, now_unix, grant_digest(entry.grant)):
                     self._try(partial(self._decide_invited, entry))
         if not self._may_admit():
             return
@@ -450,9 +462,10 @@ class Admission:
             self._look = True  # decide again with the next tick
             log.error("could not note the use of an invite: %s", error)
 
-    def _is_open(self, node: NodeId, now_unix: float) -> bool:
+    def _is_open(self, node: NodeId, now_unix: float, grant: bytes = b"") -> bool:
+        decision = self._own_decisions().get(node)
         return (
-            node not in self._own_decisions()
+            (decision is None or not (decision.chain or decision.grant_digest in {grant, b""}))
             and node not in self._core.trust.revoked
             and self._core.trust.credentials(node, now_unix) is None
         )
@@ -493,7 +506,8 @@ class Admission:
                 and self._is_valid(decision.chain, entry.node)
             ):
                 return decision
-            if decision.problem and record.node == issuer:
+            about = decision.grant_digest in {grant_digest(entry.grant), b""}
+            if decision.problem and record.node == issuer and about:
                 found = Decision(problem=decision.problem)
         return found
 
@@ -570,6 +584,11 @@ def decode_pending(body: bytes, most: int) -> list[PendingJoin]:
     except MALFORMED:
         return []
     return [entry for entry in found[:most] if len(entry.node) == 32 and len(entry.nick + entry.user) <= 128]
+
+
+def grant_digest(grant: bytes) -> bytes:
+    """Return what a refusal names an invite by."""
+    return blake2b(grant, digest_size=16, person=b"mesh-refusal").digest()
 
 
 def decode_decisions(body: bytes) -> dict[bytes, Decision]:

@@ -123,6 +123,37 @@ def test_refusal_of_an_invite_by_another_member_does_not_count(tmp_path: Path) -
 # --- decisions of this node
 
 
+def test_refused_invite_does_not_count_against_another(tmp_path: Path) -> None:
+    """Neither at its issuer, nor at another node, nor when the machine asks with the first one again."""
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    first, second, third = (invite(root, user=user) for user in ("eve", "bob", "dan"))
+    for using, number in ((first, 0x63), (second, 0x64)):
+        assert root.ask(invited_request(using, Identity(bytes([number]) * 32))).state == "admitted"
+    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(first)]), 600)
+    meet(root.node, ann.node)
+    root.notice(INVITED)
+    meet(root.node, ann.node)
+    assert "is a user already" in ann.ask(invited_request(first)).problem, "its issuer has published the refusal"
+    published = root.core.records.get(root.me, DECIDED, root.node.unix())
+    for using in (first, second, first, second):
+        assert "is a user already" in root.ask(invited_request(using)).problem
+    assert root.core.records.get(root.me, DECIDED, root.node.unix()) == published, "its answers are no gossip"
+    assert ann.ask(invited_request(third)).state == "waiting"
+    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(third)]), 600)
+    meet(root.node, ann.node)
+    root.notice(INVITED)
+    meet(root.node, ann.node)
+    assert ann.ask(invited_request(third)).state == "admitted"
+
+
+def test_refused_machine_is_admitted_at_the_issuer_with_a_new_invite(tmp_path: Path) -> None:
+    root = Desk("root", tmp_path)
+    first = invite(root, user="eve")
+    root.ask(invited_request(first, Identity(b"\x63" * 32)))
+    assert "is a user already" in root.ask(invited_request(first)).problem
+    assert root.ask(invited_request(invite(root, user="bob"))).state == "admitted"
+
+
 def test_endorser_gives_no_role_that_it_lacks(tmp_path: Path) -> None:
     root, ann = Desk("root", tmp_path), CoreNode("ann")
     lesser = admitted(ROOT, GENESIS, ROOT_CHAIN, ann.identity.node_id, "ann", "ann", NOW + 1, roles=("user",))
