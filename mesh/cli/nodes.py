@@ -104,6 +104,8 @@ def _banner(status: dict[str, Any]) -> None:
 
 
 def lending_state(status: dict[str, Any]) -> str:
+    if status["lend"]["barred"]:
+        return f"not lending: {status['lend']['barred']}"
     if status["paused"]:
         return "lending paused (`mesh lend` ends that)"
     if not status["lending"]:

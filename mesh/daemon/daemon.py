@@ -223,7 +223,7 @@ class Daemon:
         credentials, problems = self.membership.credentials, self.membership.problems
         self._store.user = credentials.user
         if settings.lend and PROVIDER not in credentials.roles:
-            problems["role"] = "this node may not lend: its certificate says so (`mesh member ls`)"
+            problems["role"] = "not lending: your certificate has no role provider (`mesh member ls`)"
         if settings.nick not in {"", credentials.nick}:
             problems["nick"] = (
                 f"config.toml says nick = {settings.nick!r}, but this node has joined as {credentials.nick!r}, "

@@ -103,6 +103,8 @@ def when(unix_s: float) -> str:
 
 def lend_lines(answer: dict[str, Any]) -> list[str]:
     """Return the lines of `mesh lend` and `mesh status` about lending."""
+    if answer["barred"]:
+        return [f"not lending: {answer['barred']}"]
     if answer["paused"]:
         end = answer["paused_until_unix"]
         lines = [f"paused{f' until {when(end)}' if end else ''} (`mesh lend`)"]

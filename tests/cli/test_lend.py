@@ -16,7 +16,7 @@ QUIET: dict[str, Any] = {"level": "lend", "why": "", "next_s": None}
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    bare: dict[str, Any] = {"paused": False, "paused_until_unix": 0}
+    bare: dict[str, Any] = {"barred": "", "paused": False, "paused_until_unix": 0}
     bare |= {"lending": True, "now": True, "guests": 2, "hours": "always", "hours_change_unix": None}
     seen: dict[str, Any] = {"typed_s": None, "typing_seen_by": [], "load": None, "machine": QUIET, "gpus": []}
     return {**bare, **seen, "problem": "", "warnings": [], **changes}
@@ -42,6 +42,7 @@ def machine(level: str, next_s: float | None = None) -> dict[str, Any]:
         ({"paused": True}, "paused (`mesh lend`)"),
         ({"paused": True, "paused_until_unix": 4_000_000_000}, "paused until 2096-10-02 07:06 (`mesh lend`)"),
         ({"lending": False}, "not lending (`mesh lend`)"),
+        ({"lending": False, "barred": "no role"}, "not lending: no role"),
         (
             {"now": False, "machine": machine("suspend", 100)},
             "not lent now: its keyboard or mouse is in use; guests stand still, and are asked to leave in 1m40s",

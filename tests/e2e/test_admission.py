@@ -120,7 +120,10 @@ def test_invite_assigns_user_and_role_and_admits_once(home: Path, founder: Path)
     again = mesh(home / "c", "join", "-", "--nick", "second", input_text=text)
     assert again.returncode == 5 and "bob is a user already" in again.stderr
     up = mesh(home / "b", "up", *LOCAL, "--lend")
-    assert up.returncode == 0 and "may not lend" in up.stderr
+    barred = "not lending: your certificate has no role provider"
+    assert up.returncode == 0 and barred in up.stdout and barred in ok(home / "b", "status")
+    lend = mesh(home / "b", "lend")
+    assert lend.returncode == 5 and barred in lend.stderr and not read(home / "b", "status")["lending"]
     until(lambda: alive(founder) == {"desk", "rack"}, "both nodes to see each other")
     rows = {row["nick"]: row for row in read(founder, "nodes")["nodes"]}
     assert not rows["rack"]["lending"] and not rows["rack"]["engines"], (

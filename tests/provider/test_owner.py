@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from cuda_guard.auditor import GpuProcess
 from mesh.api.handlers.lending import LendingHandlers
+from mesh.api.requests import LendOrder
 from mesh.gpus.guest_processes import Whereabouts
 from mesh.gpus.inventory import Inventory, Lending, Presence, load_lending
 from mesh.provider.owner import STALE_S, Owner, works
 from mesh.provider.policy import Policy
 from mesh.provider.presence import Memory, Seen, Stand
 from mesh.provider.presence_file import Moment, load_memories, save_memories
-from mesh.util.errors import MeshError
+from mesh.util.errors import ExitCode, MeshError
 from placement.advert import Gpu, Portion, decode_advert, encode_advert
 from placement.filters import refusals
 from placement.request import Request
@@ -86,8 +87,13 @@ def test_damaged_lending_file_lends_nothing(data: bytes) -> None:
             assert isinstance(load_lending(Path(file.name), lends=True), Lending)
 
 
-def lending_of(inventory: Inventory, directory: Path, opened: Callable[[str], None] = print) -> LendingHandlers:
-    membership: Any = SimpleNamespace(problems={})
+def lending_of(
+    inventory: Inventory,
+    directory: Path,
+    opened: Callable[[str], None] = print,
+    roles: tuple[str, ...] = ("provider", "user"),
+) -> LendingHandlers:
+    membership: Any = SimpleNamespace(problems={}, credentials=SimpleNamespace(roles=roles))
     jobs: Any = SimpleNamespace(participant=SimpleNamespace(hosted={}))
     switch: Any = SimpleNamespace(release=lambda: opened("guests"))
     edge: Any = SimpleNamespace(restore=lambda: opened("packets"))
@@ -109,6 +115,17 @@ async def test_order_that_cannot_be_written_takes_effect_and_is_reported(tmp_pat
     place.mkdir()
     await lending.set_paused(True)
     assert "lending" not in lending._problems and load_lending(place / "lending.json", True).paused
+
+
+async def test_node_without_the_role_does_not_lend(tmp_path: Path) -> None:
+    inventory = lender()
+    lending = lending_of(inventory, tmp_path, roles=("user",))
+    await lending.set_paused(True)
+    for order in (lending.lend(LendOrder(on=True, hours=["always"])), lending.set_paused(False)):
+        with pytest.raises(MeshError, match="not lending: your certificate has no role provider") as caught:
+            await order
+        assert caught.value.code == ExitCode.REFUSED
+    assert inventory.lending.paused and not (tmp_path / "policy.toml").exists()
 
 
 @pytest.mark.parametrize(("text", "found"), [("0", 0), ("1", 1), ("GPU-b", 1), ("aaaa", 0)])

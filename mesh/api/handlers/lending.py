@@ -10,6 +10,7 @@ import msgspec
 from membership.durable import write_durably
 from membership.identity import short_id
 from membership.node import MembershipNode
+from membership.trust import PROVIDER
 from mesh.api import schemas
 from mesh.api.requests import LendOrder, ReclaimOrder
 from mesh.execution.killswitch import BY_OWNER, KillSwitch
@@ -52,6 +53,11 @@ class LendingHandlers:
         self._policy_file, self._lending_file = policy_file, lending_file
         self._problems, self._advert_changed = membership.problems, advert_changed
 
+    @property
+    def barred(self) -> str:
+        """Why this node may not lend, whatever its owner says; empty if it may."""
+        return "" if PROVIDER in self._membership.credentials.roles else "your certificate has no role provider"
+
     def lend_state(self) -> schemas.owner.Lend:
         """Return what is lent now and why, and what the owner's policy has observed."""
         owner, lending = self._owner, self._inventory.lending
@@ -68,10 +74,11 @@ class LendingHandlers:
             for index, gpu in enumerate(self._inventory.gpus)
         ]
         return schemas.owner.Lend(
-            lending=lending.lending,
+            lending=lending.lending and not self.barred,
+            barred=self.barred,
             paused=lending.paused,
             paused_until_unix=lending.until_unix if lending.paused else 0,
-            now=lending.lending and not lending.paused and not self._inventory.presence.held_by,
+            now=lending.lending and not self.barred and not lending.paused and not self._inventory.presence.held_by,
             guests=len(self._jobs.participant.hosted),
             machine=copy_as(schemas.owner.Stand, owner.stands[MACHINE]),
             gpus=gpus,
@@ -89,12 +96,18 @@ class LendingHandlers:
 
     async def lend(self, order: LendOrder) -> schemas.owner.Lend:
         """Start or stop lending, or set its hours."""
+        if order.on:
+            self._check_role()
         if order.hours is not None:
             await asyncio.to_thread(self._write_hours, tuple(order.hours))
         if order.on is not None:
             await self.set_paused(not order.on)
         await self._owner.look()
         return self.lend_state()
+
+    def _check_role(self) -> None:
+        if self.barred:
+            raise MeshError(f"not lending: {self.barred} (`mesh member ls`)", ExitCode.REFUSED)
 
     def _write_hours(self, texts: tuple[str, ...]) -> None:
         path = self._policy_file
@@ -111,6 +124,8 @@ class LendingHandlers:
     ) -> schemas.owner.Paused:
         """Pause or resume the machine, or one GPU; `for_s`: length of a pause. Resuming the machine resumes every GPU."""
         before = self._inventory.lending
+        if not paused:
+            self._check_role()
         if for_s is not None and (gpu is not None or not paused):
             raise MeshError("only a pause of the machine ends by itself", ExitCode.USAGE)
         if gpu is not None:

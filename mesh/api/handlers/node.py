@@ -75,7 +75,7 @@ class NodeHandlers:
             open=self._open,
             address=address_text(self._membership.host, self._membership.port),
             api_port=self._api_port,
-            lending=self._inventory.lending.lending,
+            lending=self._inventory.lending.lending and not self._lending.barred,
             paused=self._inventory.lending.paused,
             lend=self._lending.lend_state(),
             leaving=self._leaving(),
