@@ -82,6 +82,8 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
             weak = "no sandbox): name an image, or" if wanted == "process" else "weaker than docker):"
             return [f"runs only its owner's jobs with the {wanted} engine ({weak} ask its owner"]
         return [f"has no {wanted} engine"]
+    if engine == "process" and request.image is not None:
+        return ["its process engine runs no image"]
     if engine in IMAGE_ENGINES:
         if request.image is None:
             return [f"the {engine} engine needs an image: --image NAME"]

@@ -34,7 +34,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--gpu-model", default="", metavar="NAME", help="Part of the GPUs' name, as A6000 (`mesh gpus`)."),
     click.option("--compute-capability", type=VERSION, help="Lowest compute capability of the GPUs, as 8.0."),
     click.option("--driver", type=VERSION, help="Lowest version of NVIDIA's driver, as 550.54."),
-    click.option("--memory", type=SIZE, help="Memory limit, as 8g."),
+    click.option("--memory", type=SIZE, help="Memory limit, as 8g (6m or more)."),
     click.option("--cpus", type=click.FloatRange(0.1, 1024), help="CPU limit (docker engine)."),
     click.option("--image", type=IMAGE, help="Container image (default: none, the job is a plain process)."),
     click.option(
@@ -44,7 +44,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         help="Build DIR's Dockerfile here, and run it in that image.",
     ),
     click.option("--engine", type=click.Choice(ENGINES), help="Require this engine."),
-    click.option("--name", default="", help="Name of the job."),
+    click.option("--name", default="", help="Name of the job: up to 64 letters, digits and _ . -"),
     click.option(
         "--data",
         multiple=True,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -87,7 +88,8 @@ def order_of(call: Call, terms: Terms) -> dict[str, Any]:
     for name in ("workdir", "results"):
         given.pop(name, None)
     every = given.pop("checkpoint_every", "auto")
-    order: dict[str, Any] = {"name": getattr(call.function, "__name__", type(call.function).__name__)}
+    name = getattr(call.function, "__name__", type(call.function).__name__)
+    order: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9_]", "", name)[:64]}  # `<lambda>`, and names beyond ASCII
     given.pop("python", None)
     order["argv"] = [_python(terms), f"{CARRIED}/launch.py"]
     for name in ("vram", "vram_limit", "memory"):

@@ -221,6 +221,8 @@ def test_image_runs_by_docker_else_by_apptainer() -> None:
     own = msgspec.structs.replace(only, own_only=("process", "apptainer"))
     assert "only its owner's jobs with the apptainer engine" in refusals(request, own)[0]
     assert "needs an image" in refusals(Request(JOB, 0, "a", engine="apptainer"), only)[0]
+    plain = msgspec.structs.replace(request, engine="process")
+    assert refusals(plain, only) == ["its process engine runs no image"], "it would run outside of its image"
     assert "has no image" in refusals(Request(JOB, 0, "a", image="other"), only)[0]
     with_gpu = advert(NODES[0], engines=("apptainer",), images=("tool",), gpus=(gpu(1, 1000),))
     asks = Request(JOB, 0, "a", image="tool", gpus=1)

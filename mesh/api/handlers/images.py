@@ -39,7 +39,9 @@ class ImageHandlers:
     def pin(self, name: str | None, engine: str | None) -> bytes | None:
         """Return the image id to pin in a new job; None if it goes by name. MeshError if the list refuses the image."""
         rules = self._library.rules
-        if name is None or engine == "process" or rules.is_free(name):
+        if name is not None and engine == "process":
+            raise MeshError("the process engine runs no image: leave out --image, or --engine process", ExitCode.USAGE)
+        if name is None or rules.is_free(name):
             return None
         verdict = rules.of_mesh.judge(name, None)
         if not verdict.rule:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable
 from math import inf
@@ -50,6 +51,8 @@ from mesh.util.errors import ExitCode, MeshError
 from placement.decision import cannot_ever, replica_order, witness_order
 
 WORKDIR_REPLICAS = 2
+NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_])?")  # of a job, as of a data set
+LEAST_MEMORY_MIB = 6  # Docker's least
 SUBMITTED_AT_ONCE = 32  # jobs of one array
 LOOK_S = 1.0
 DELIVERED_AT_ONCE = 4  # own choice
@@ -183,6 +186,7 @@ class SubmissionHandlers:
     async def submit(self, order: SubmitOrder) -> schemas.jobs.Submitted:
         if USER not in self._membership.credentials.roles:
             raise MeshError("this node may lend, but not submit: its certificate says so", ExitCode.REFUSED)
+        _check_order(order)
         chosen = tuple(find_node(self._membership, name).node_id for name in order.ckpt_to)
         for name in order.after:
             await self._lookup.load(name)
@@ -286,7 +290,12 @@ class SubmissionHandlers:
         return [status.job for status in found]
 
     def _refuse_impossible(self, spec: JobSpec) -> None:
-        if reason := cannot_ever(placement_request(b"", spec, 0), self._jobs.mesh_view.adverts()):
+        adverts = self._jobs.mesh_view.adverts()
+        for need in spec.data:
+            if not need.manifest and not any(need.name in advert.data_paths for advert in adverts):
+                words = f"there is no data set {need.name}: `mesh data ls` lists them, `mesh data add` makes one"
+                raise MeshError(words, ExitCode.NOT_FOUND)
+        if reason := cannot_ever(placement_request(b"", spec, 0), adverts):
             raise MeshError(reason, ExitCode.IMPOSSIBLE)
 
     def _choose_witnesses(self, alive: list[bytes]) -> tuple[Voter, ...]:
@@ -325,6 +334,16 @@ class SubmissionHandlers:
         )
         copies = await self._jobs.replicator.replicate(saved.id, [], order_of_peers, WORKDIR_REPLICAS)
         return saved.id, (self._lookup.me, *copies.holders), saved.manifest.total_bytes
+
+
+def _check_order(order: SubmitOrder) -> None:
+    """Check what new jobs are held to, and those of before are not; MeshError if it cannot be."""
+    if order.name and NAME.fullmatch(order.name) is None:
+        words = "letters, digits and _, with . and - between them"
+        raise MeshError(f"{order.name[:80]!r} cannot be a job's name: up to 64 {words}", ExitCode.USAGE)
+    if order.memory_mib is not None and order.memory_mib < LEAST_MEMORY_MIB:
+        words = f"a job needs {LEAST_MEMORY_MIB} MiB of memory at least (--memory), and most need far more"
+        raise MeshError(words, ExitCode.USAGE)
 
 
 def _network(names: list[str]) -> tuple[str, ...]:

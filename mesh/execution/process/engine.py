@@ -294,7 +294,8 @@ class ProcessGuest:
             await self.kill()
             raise EngineError(f"the guest's first process did not come up within {START_S:g} s") from error
         if not self._started.is_set():
-            raise EngineError(f"the guest's first process failed: {self._errors[-400:]}")
+            words = self._errors[-400:].strip() or "it ended before it could say why; its memory may be too small"
+            raise EngineError(f"the guest's first process failed: {words}")
         if self.isolation == "namespaces" and self._first is not None:
             entry = dataclasses.replace(entry, head=self._first)
         await asyncio.to_thread(self._register_started, entry)
