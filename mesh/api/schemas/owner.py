@@ -52,8 +52,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 class Lend(msgspec.Struct, frozen=True, kw_only=True):
     """`lending`, `paused`: the owner's orders; `barred`: why this node may not lend at all; `paused_until_unix`: when a pause
-    ends by itself, else 0; `now`: whether it takes guests now. `typed_s`: since the last key press; `load`: cores that others than guests use, `memory_wait`: per cent of the
-    time in which one of them waits for memory; None if that is not watched, or not visible."""
+    ends by itself, else 0; `now`: whether it takes guests now. `typed_s`: since the last key press; `load`: cores that others
+    than guests use, `memory_wait`: per cent of the time in which one of them waits for memory; None if that is not watched,
+    or not visible."""
 
     lending: bool
     barred: str = ""
