@@ -23,7 +23,19 @@ from mesh.util.duration import lasting, parse_duration
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.text import OVER, doing, plural, saving_words, short_id, state_text
 
-STATES = ("pending", "starting", "running", "vacating", "frozen", "stranded", "cancelling", *sorted(OVER))
+STATES = (
+    "pending",
+    "starting",
+    "running",
+    "suspended",
+    "vacating",
+    "saving",
+    "releasing",
+    "frozen",
+    "stranded",
+    "cancelling",
+)
+STATES += ("ending", *sorted(OVER))
 WAITING = {"pending", "frozen", "stranded"}
 POLL_S = 0.3
 WATCH_S = 0.5

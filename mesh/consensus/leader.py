@@ -154,12 +154,12 @@ class Leader:
                     self._proposer.on_accepted(sender, message)
                     return self._finish(self._ended(self._proposer.record, "cancelled", "cancelled", at), at)
                 decided = self._proposer.on_accepted(sender, message)
-                if decided is None or self.state != "finishing":
-                    return []
+                if decided is None or self.state != "finishing" or decided.record.outcome is None:
+                    return []  # a round of before decides no end: closing the term now would leave the job open
                 self._to_watching()
                 closed = Closed(job=self.job, term=self._term, record=decided.record)
                 sends: list[Effect] = [Send(node, closed) for node in decided.config.nodes]
-                return sends if decided.record.outcome is None else [*sends, Concluded(decided.record.outcome)]
+                return [*sends, Concluded(decided.record.outcome)]
             case StartAnswer() if self.state == "offered" and message.term == self._term:
                 return self._on_answer(sender, message, at)
         return []

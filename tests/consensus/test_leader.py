@@ -326,6 +326,21 @@ def test_cancel_ends_a_job_without_a_runner() -> None:
     assert (ended.outcome.manifest, ended.outcome.holders) == (b"m" * 32, (D,)), "its last checkpoint is its result"
 
 
+def test_round_of_before_does_not_close_the_term_of_a_cancelled_job() -> None:
+    """The answers that carry the wish to cancel also decide the round that they answer: it is not the end."""
+    leader = make_leader()
+    leader.spec = msgspec.structs.replace(leader.spec, gpus=1)
+    won(leader)
+    (heartbeat, *_) = [send.message.round for send in sends(leader.cancelled(at(1)), Accept)]  # type: ignore[union-attr]
+    answer = Accepted(job=JOB, term=1, disk=DISK, round=heartbeat, cancel_wanted=True)
+    (end, *_) = [send.message.round for send in sends(leader.handle(A, answer, at(1)), Accept)]  # type: ignore[union-attr]
+    for node in (B, C):
+        assert leader.handle(node, answer, at(1)) == [] and leader.state == "finishing"
+    leader.handle(A, msgspec.structs.replace(answer, round=end), at(1))
+    effects = leader.handle(B, msgspec.structs.replace(answer, round=end), at(1))
+    assert any(isinstance(effect, Concluded) for effect in effects)
+
+
 def test_cancel_that_one_witness_of_the_majority_knows_ends_the_job() -> None:
     leader = make_leader()
     term = elect(leader, leader.observe(make_view(A, (A, B, C, D, E)), at(0)), 0)
