@@ -19,6 +19,8 @@ PAUSED: dict[HeldBy, str] = {
     "hours": "is paused: it is lent at other hours",
 }
 
+FAILED_HERE = "failed this job a moment ago"
+
 
 def refusals(request: Request, advert: Advert) -> list[str]:
     """Return the reasons why the node cannot take the job; none if it can."""
@@ -45,10 +47,12 @@ def refusals(request: Request, advert: Advert) -> list[str]:
     for wanted in request.data:
         if not wanted.id and wanted.name not in advert.data_paths:
             reasons.append(f"does not offer data set {wanted.name} ([data] in its config.toml)")
+    if request.uv and not advert.uv:
+        reasons.append("has no uv for the job's environment (its owner can run `pip install uv`)")
     reasons += _network_refusals(request, advert)
     reasons += _gpu_refusals(request, advert) if request.gpus else _slot_refusals(advert)
     if request.job and advert.node in request.exclude:
-        reasons.append("failed this job a moment ago")
+        reasons.append(FAILED_HERE)
     return reasons
 
 

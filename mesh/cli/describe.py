@@ -13,7 +13,7 @@ from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import SIZE, client, job_path, json_option, quote
 from mesh.util.duration import lasting
 from mesh.util.errors import ExitCode, MeshError
-from mesh.util.text import HEEDS, WHY, job_text, plural, saving_words, state_text
+from mesh.util.text import HEEDS, OVER, WHY, job_text, plural, saving_words, state_text
 
 LONGEST = 60  # characters of one value (own choice)
 SHOWN_ELSEWHERE = {
@@ -147,6 +147,8 @@ def why(ctx: click.Context, job: str, would: bool, as_json: bool) -> None:
     say(f"  its record is kept by {', '.join(answer['witnesses'])}")
     for attempt in answer["attempts"]:
         say(f"  attempt {attempt['number']} on {attempt['node']}: {attempt['reason'] or 'running'}")
+    if answer["state"] in OVER:
+        return
     if answer["standby"] is not None:
         has = "has" if answer["warm"] else "does not have"
         say(f"  next node: {answer['standby']}, which {has} its last checkpoint")

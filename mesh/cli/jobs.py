@@ -23,19 +23,8 @@ from mesh.util.duration import lasting, parse_duration
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.text import OVER, doing, plural, saving_words, short_id, state_text
 
-STATES = (
-    "pending",
-    "starting",
-    "running",
-    "suspended",
-    "vacating",
-    "saving",
-    "releasing",
-    "frozen",
-    "stranded",
-    "cancelling",
-)
-STATES += ("ending", *sorted(OVER))
+_BEFORE = ("pending", "starting", "running", "suspended", "vacating", "saving", "releasing", "frozen", "stranded")
+STATES = (*_BEFORE, "cancelling", "ending", *sorted(OVER))
 WAITING = {"pending", "frozen", "stranded"}
 POLL_S = 0.3
 WATCH_S = 0.5
@@ -282,6 +271,11 @@ def ps(
     show(form, ask, lambda answer: [row["job"] for row in answer["jobs"]], draw)
 
 
+def moves(attempts: list[dict[str, Any]]) -> int:
+    """Return how often a job has moved. Attempts that never ran do not count; only the last ones are listed."""
+    return max(0, attempts[-1]["number"] - sum(not one["running_unix_ms"] for one in attempts)) if attempts else 0
+
+
 def _draw_jobs(answer: dict[str, Any]) -> None:
     rows = []
     for row in answer["jobs"]:
@@ -301,7 +295,7 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
                 row["user"],
                 row["state"],
                 (row["node"] or "-") + (f" +{len(row['gang'])}" if row["gang"] else ""),
-                str(row["attempts"][-1]["number"] if row["attempts"] else 0),
+                str(moves(row["attempts"])),
                 progress,
                 kept,
                 lasting(row["at_risk_s"]) if row["at_risk_s"] else "-",

@@ -50,9 +50,11 @@ class Name(click.ParamType[str]):
 
 
 def _jobs(answer: Any) -> Iterable[tuple[str, str]]:
+    from mesh.util.text import short_id
+
     for row in answer["jobs"]:
         text = f"{row['state']}: {row['command']}"[:60]
-        yield row["job"][:8], text
+        yield short_id(row), text
         if row["name"]:
             yield row["name"], text
 

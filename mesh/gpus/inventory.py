@@ -80,6 +80,7 @@ class Inventory:
         self.gpus = gpus
         self.engines: tuple[str, ...] = ()
         self.proxies: tuple[str, ...] = ()
+        self.uv = True
         self.image_offer, self.data_offer = ImageOffer(), DataOffer()
         self.system = SystemCheckpoints()
         self.weights = (1,) * len(HORIZONS_S)
@@ -174,6 +175,7 @@ class Inventory:
             system=self.system,
             network=self._network,
             proxies=self.proxies,
+            uv=self.uv,
             **msgspec.structs.asdict(self.image_offer),
             **msgspec.structs.asdict(self.data_offer),
         )

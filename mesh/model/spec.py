@@ -277,6 +277,7 @@ def placement_request(
         only=() if spec.secrets is None else spec.secrets.nodes,
         data=tuple(WantedData(need.name, need.manifest[:SHORT_ID], need.mib) for need in spec.data),
         network=spec.network,
+        uv=spec.uv is not None,
     )
 
 

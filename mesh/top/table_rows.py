@@ -120,7 +120,9 @@ JOB_SORTINGS = (
 
 
 def moves(job: Job) -> int:
-    return job.attempts[-1].number if job.attempts else 0  # only the last ones are listed
+    """Return how often a job has moved. Attempts that never ran do not count; only the last ones are listed."""
+    never_ran = sum(not attempt.running_unix_ms for attempt in job.attempts)
+    return max(0, job.attempts[-1].number - never_ran) if job.attempts else 0
 
 
 def short(job: Job) -> str:

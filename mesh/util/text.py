@@ -41,7 +41,7 @@ def state_text(job: Mapping[str, Any]) -> str:
 def job_text(job: Mapping[str, Any]) -> str:
     """Return a job's state, node and details as a sentence."""
     where = f" on {job['node']}" if job["node"] and job["state"] not in OVER else ""
-    return f"job {job['job'][:8]} is {job['state']}{where}" + (f": {job['detail']}" if job["detail"] else "")
+    return f"job {short_id(job)} is {job['state']}{where}" + (f": {job['detail']}" if job["detail"] else "")
 
 
 def doing(detail: str, saving: Mapping[str, Any] | None) -> str:

@@ -94,6 +94,25 @@ def test_wait_is_for_the_files_too(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert done.exit_code == 1 and "not in /home/her/out yet" in done.stderr
 
 
+def test_moves_counts_no_attempt_that_never_ran() -> None:
+    ran, failed = {"running_unix_ms": 1}, {"running_unix_ms": 0}
+    kept = [{"number": number, **one} for number, one in enumerate([failed, ran, failed, failed, ran])]
+    assert [jobs_module.moves(kept[:count]) for count in (0, 1, 2, 4, 5)] == [0, 0, 0, 0, 1]
+
+
+def test_why_of_an_ended_job_is_its_end_and_attempts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = {"number": 0, "node": "desk", "reason": "failed (exit 1)"}
+    answer = {
+        **state("joba", "failed", node=None, detail="failed (exit 1)"),
+        "witnesses": ["desk"],
+        "attempts": [attempt],
+    }
+    daemon = Daemon({"GET /v1/jobs/joba/why": lambda: answer})
+    monkeypatch.setattr("mesh.cli.describe.client", lambda ctx: daemon)
+    done = CliRunner().invoke(cli, ["why", "joba"], prog_name="mesh")
+    assert done.exit_code == 0 and done.stdout.splitlines()[-1] == "  attempt 0 on desk: failed (exit 1)"
+
+
 def test_run_reports_what_a_pending_job_waits_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each text, and with `mesh why` once."""
     monkeypatch.setattr(jobs_module, "PROGRESS_S", 0.01)

@@ -21,8 +21,8 @@ from mesh.util.version import VERSION
 MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
 MEMBER |= {"ended": False, "problem": ""}
 JOBS = [
-    {"job": "7kq2abcdefgh", "name": "bert", "state": "running", "command": "python3 train.py"},
-    {"job": "7kzzabcdefgh", "name": "", "state": "done", "command": "true"},
+    {"job": "7kq2abcdefgh", "name": "bert", "state": "running", "command": "python3 train.py", "array": None},
+    {"job": "7kzzabcdefgh", "name": "", "state": "done", "command": "true", "array": None},
 ]
 SAID: dict[str, dict[str, Any]] = {
     "/v1/trust": {"schema": 1, "members": [MEMBER, {**MEMBER, "nick": "lab", "node": "def567"}]},

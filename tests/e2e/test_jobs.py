@@ -311,7 +311,7 @@ def test_array_is_addressed_by_one_name(shared: Stack) -> None:
     assert first["number"] == 0
     assert ok(other, "logs", f"{array[:10]}_4") == "4 of 3\n"
     ambiguous = mesh(node, "logs", array)
-    assert ambiguous.returncode == 2 and f"{array[:8]}_1" in ambiguous.stderr
+    assert ambiguous.returncode == 2 and f"3 jobs, 2, 4, 6: name one of them, as {array[:8]}_2" in ambiguous.stderr
     gap = mesh(node, "submit", "--no-workdir", "--array", "1,3", "--batch", "2", "--", "true")
     assert gap.returncode == 2 and "without gaps, as 1-100" in gap.stderr
     many = mesh(node, "submit", "--no-workdir", "--array", "1-1500", "--", "true")

@@ -150,6 +150,7 @@ def test_decision_replays_for_any_order_of_adverts(order: list[bytes]) -> None:
         ({"paused": True}, {}, "paused"),
         ({"accepts": ("bob",)}, {}, "bob only"),
         ({"engines": ()}, {}, "no process engine"),
+        ({"uv": False}, {"uv": True}, "has no uv for the job's environment"),
         ({"own_only": ("process",)}, {}, "no sandbox"),
         ({}, {"image": "torch"}, "no docker engine"),
         ({"engines": ("docker",)}, {"image": "torch"}, "no image torch"),

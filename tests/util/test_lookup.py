@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.api.handlers.lookup import JobLookup
+from mesh.api.handlers.placement import _with_end
 from mesh.model.spec import ArrayPlace, format_job
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.lookup import job_name_meant, node_meant
@@ -136,3 +137,21 @@ async def test_only_the_id_of_an_array_waits_for_its_other_jobs(monkeypatch: pyt
     assert time.monotonic() - begun < 0.1
     await lookup.load(format_job(array.array))
     assert time.monotonic() - begun > 0.2
+
+
+def test_array_says_which_jobs_it_has() -> None:
+    def of(count: int) -> list[Any]:
+        return [row(number(n, 1), array=ArrayPlace(number(9, 9), n, n, count)) for n in range(count)]
+
+    name = format_job(number(9, 9))[:8]
+    with pytest.raises(MeshError, match=f"an array of 3 jobs, 0, 1, 2: name one of them, as {name}_0"):
+        job_lookup(of(3)).find_job(name)
+    with pytest.raises(MeshError, match=f"an array of 40 jobs, 0 to 39 \\(`mesh ps {name}`\\): name one"):
+        job_lookup(of(40)).find_job(name)
+
+
+def test_refusal_of_a_node_says_how_the_job_failed_there() -> None:
+    attempts: Any = [SimpleNamespace(node=b"a", reason="old"), SimpleNamespace(node=b"a", reason="no uv")]
+    reasons = ["is in zone b", "failed this job a moment ago"]
+    assert _with_end(reasons, attempts, b"a") == ["is in zone b", "failed this job a moment ago: no uv"]
+    assert _with_end(reasons, attempts, b"b") == reasons

@@ -35,6 +35,7 @@ from placement.decision import replica_order
 EVENTS_WITHIN_S = 3.0
 HEARD_WITHIN_S = 2.0  # a gossip round, and a push-pull for what is too large for it
 NEW_S = 30.0  # after this, a job of an array that is not known here has been forgotten (own choice)
+MOST_LABELS = 10  # indices of an array that are listed (own choice)
 # Errors of a path that no later try can write to.
 NO_DIRECTORY = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 Telling = tuple[bytes, Event, bool]
@@ -107,9 +108,16 @@ class JobLookup:
         """Return the job with this id, name, prefix of either, or ARRAY_INDEX; MeshError if none or several match."""
         matches = self.find_jobs(text)
         if len(matches) > 1 and matches[0].array is not None:
-            name = format_job(matches[0].array.array)[:8]
+            name, labels = (
+                format_job(matches[0].array.array)[:8],
+                [s.array.label for s in matches if s.array is not None],
+            )
+            listed = (
+                ", ".join(labels) if len(labels) <= MOST_LABELS else f"{labels[0]} to {labels[-1]} (`mesh ps {name}`)"
+            )
             raise MeshError(
-                f"{text!r} is an array of {len(matches)} jobs: name one of them, as {name}_1", ExitCode.USAGE
+                f"{text!r} is an array of {len(matches)} jobs, {listed}: name one of them, as {name}_{labels[0]}",
+                ExitCode.USAGE,
             )
         return matches[0]
 
@@ -142,7 +150,7 @@ class JobLookup:
         if not groups:
             raise MeshError(f"no job {text!r} is known here: `mesh ps -a` lists them", ExitCode.NOT_FOUND)
         if len(groups) > 1:
-            ids = ", ".join(format_job(status.job)[:8] for status, *_ in groups.values())
+            ids = ", ".join(format_job(key)[:8] for key in groups)
             raise MeshError(f"{text!r} is ambiguous: {ids}: give more of the id", ExitCode.USAGE)
         [found] = groups.values()
         return sorted(found, key=lambda status: status.array.place if status.array is not None else 0)

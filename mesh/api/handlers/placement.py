@@ -13,6 +13,7 @@ from mesh.consensus.status import JobStatus
 from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.journal import OwnStay
+from mesh.model.record import Attempt
 from mesh.model.spec import attempt_request, format_job
 from mesh.provider.attendance import Attendance, spans_of
 from mesh.util.byte_text import amount
@@ -22,7 +23,7 @@ from mesh.util.text import plural
 from placement.advert import Advert, horizon_of
 from placement.availability import kaplan_meier
 from placement.decision import explain
-from placement.filters import missing_mib, refusals
+from placement.filters import FAILED_HERE, missing_mib, refusals
 from placement.preemption import without_job
 from placement.ranking import FETCH_MIB_S, Ranking, with_data
 from placement.request import Request
@@ -56,7 +57,9 @@ class PlacementHandlers:
 
         `would`: also find the nearest changes that would let it start.
         """
-        status = self._lookup.find_job(text)
+        found = self._lookup.find_jobs(text)
+        waiting = [status for status in found if status.outcome is None and status.runner is None]
+        status = waiting[0] if waiting else self._lookup.find_job(text)  # of an array, the first that waits
         spec = await self._lookup.spec_of(status)
         last = status.attempts[-1] if status.attempts else None
         attempt = 0 if last is None else last.number + bool(last.reason)
@@ -81,7 +84,10 @@ class PlacementHandlers:
                 )
                 for c in ranking.candidates
             ],
-            refused=[schemas.jobs.Refused(nick=r.nick, reasons=list(r.reasons)) for r in ranking.refused],
+            refused=[
+                schemas.jobs.Refused(nick=r.nick, reasons=_with_end(r.reasons, status.attempts, r.node))
+                for r in ranking.refused
+            ],
             remaining_s=request.remaining_s,
             decision=await self._last_decision(status, hierarchy),
             would=self._changes(request, adverts) if would else None,
@@ -210,6 +216,12 @@ class PlacementHandlers:
             stays=_quartiles(attendance.stays) if mine else [],
             week=[None if share == UNSEEN else share for share in summary.week],
         )
+
+
+def _with_end(reasons: Sequence[str], attempts: Sequence[Attempt], node: bytes) -> list[str]:
+    """Return a node's reasons; that the job failed there with how it ended."""
+    end = next((attempt.reason for attempt in reversed(attempts) if attempt.node == node and attempt.reason), "")
+    return [f"{reason}: {end}" if reason == FAILED_HERE and end else reason for reason in reasons]
 
 
 def _data_lines(request: Request, adverts: Sequence[Advert]) -> list[str]:

@@ -222,6 +222,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     `would`: the nearest changes that would let the job start, None unless asked for; `remaining_s`: its expected running time."""
 
     job: str
+    array: Place | None
     state: str
     detail: str
     node: str | None
