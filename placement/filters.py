@@ -83,7 +83,11 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
     wanted, engine = _wanted_engine(request, advert), engine_for(request, advert)
     if engine is None:
         if wanted in advert.engines:
-            weak = "no sandbox): name an image, or" if wanted == "process" else "weaker than docker):"
+            weak = (
+                "no sandbox): name an image (--image NAME; `mesh image ls`), or"
+                if wanted == "process"
+                else "weaker than docker):"
+            )
             return [f"runs only its owner's jobs with the {wanted} engine ({weak} ask its owner"]
         return [f"has no {wanted} engine"]
     if engine == "process" and request.image is not None:

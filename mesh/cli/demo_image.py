@@ -86,7 +86,7 @@ def demo_data() -> Path:
     """Return the digits data set that scikit-learn ships."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise ImageError("scikit-learn is not installed: pip install 'campus-mesh[demo]'")
+        raise ImageError("scikit-learn is not installed: pip install scikit-learn")
     return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 

@@ -82,7 +82,7 @@ def _run(ctx: click.Context) -> None:
         import textual  # noqa: F401
     except ImportError as error:
         raise MeshError(
-            "`mesh top` needs textual, which is not installed: pip install 'campus-mesh[top]', or use `mesh top --once`"
+            "`mesh top` needs textual, which is not installed: pip install textual, or use `mesh top --once`"
         ) from error
     from mesh.top.answers import Source
     from mesh.top.app import Top

@@ -25,7 +25,7 @@ def problem() -> str:
     try:
         import sklearn.ensemble  # noqa: F401
     except ImportError as error:
-        return f"scikit-learn cannot be imported ({error}): `pip install 'campus-mesh[demo]'`"
+        return f"scikit-learn cannot be imported ({error}): `pip install scikit-learn`"
     return ""
 
 

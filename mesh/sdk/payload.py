@@ -161,7 +161,7 @@ def _cloudpickle() -> Any:
     try:
         import cloudpickle
     except ImportError as error:
-        raise MeshError("Python functions are packed by cloudpickle: pip install 'campus-mesh[api]'") from error
+        raise MeshError("Python functions are packed by cloudpickle: pip install cloudpickle") from error
     return cloudpickle
 
 

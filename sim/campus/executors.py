@@ -17,7 +17,7 @@ from typing import Literal
 
 Kind = Literal["serial", "process", "dask"]
 KINDS: tuple[Kind, ...] = ("serial", "process", "dask")
-HOW_TO_INSTALL = "Dask is not installed: run pip install 'campus-mesh[dask]' here and on the machines that compute"
+HOW_TO_INSTALL = "Dask is not installed: run pip install distributed here and on the machines that compute"
 ADDRESS = re.compile(r"(?:[a-z]+://)?[^\s/:]+:\d{1,5}|(?:[a-z]+://)?\[[0-9a-fA-F:]+\]:\d{1,5}")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CONNECT_TIMEOUT_S = 10.0  # Dask's default is 30 s

@@ -215,4 +215,4 @@ def test_other_models_are_evaluated_without_scikit_learn(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
     outcome = evaluate(campus("steady", 2, 3), (60,), 0.7)
     assert BOOSTING not in {row.model for row in outcome.rows()}
-    assert "campus-mesh[demo]" in outcome.notes[0] and isinstance(outcome.questions.node, array)
+    assert "pip install scikit-learn" in outcome.notes[0] and isinstance(outcome.questions.node, array)
