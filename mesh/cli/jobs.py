@@ -288,22 +288,52 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
             kept = f"{ago(last['created_unix_ms'])} ago on {len(last['holders'])}" + (
                 " (at risk)" if last["at_risk"] else ""
             )
+        node = row["node"] or (row["attempts"][-1]["node"] if row["outcome"] and row["attempts"] else "-")
         rows.append(
             [
                 short_id(row),
                 row["name"] or "-",
                 row["user"],
                 row["state"],
-                (row["node"] or "-") + (f" +{len(row['gang'])}" if row["gang"] else ""),
+                lasting(_time_s(row)),
+                node + (f" +{len(row['gang'])}" if row["gang"] else ""),
                 str(moves(row["attempts"])),
                 progress,
                 kept,
                 lasting(row["at_risk_s"]) if row["at_risk_s"] else "-",
-                doing(row["detail"], row["saving"]) or row["command"],
+                row["command"],
+                doing(row["detail"], row["saving"]),
             ]
         )
-    header = ["JOB", "NAME", "USER", "STATE", "NODE", "MOVES", "STEP", "CHECKPOINT", "AT RISK", "COMMAND"]
-    table(header, rows, spare=["MOVES", "USER", "STEP", "CHECKPOINT", "NODE"])
+    header = [
+        "JOB",
+        "NAME",
+        "USER",
+        "STATE",
+        "TIME",
+        "NODE",
+        "MOVES",
+        "STEP",
+        "CHECKPOINT",
+        "AT RISK",
+        "COMMAND",
+        "DETAIL",
+    ]
+    if not any(row[-1] for row in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    spare = ["MOVES", "USER", "STEP", "CHECKPOINT", "NODE", "TIME", "AT RISK", "COMMAND", "NAME"]
+    table(header, rows, spare=[name for name in spare if name != header[-1]], cut={"NAME": 20, "COMMAND": 30})
+
+
+def _time_s(row: dict[str, Any]) -> float:
+    """Return how long a job has run, over all attempts that are listed; of one that has not, its age."""
+    now_ms, ran_ms = time.time() * 1000, 0.0
+    for attempt in row["attempts"]:
+        if attempt["running_unix_ms"]:
+            end_ms = attempt["ended_unix_ms"] or (now_ms if row["node"] else attempt["seen_unix_ms"])
+            ran_ms += max(0, end_ms - attempt["running_unix_ms"])
+    waits = not ran_ms and row["outcome"] is None
+    return max(0.0, now_ms - row["created_unix_ms"] if waits else ran_ms) / 1000
 
 
 @click.command()

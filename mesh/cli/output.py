@@ -7,7 +7,7 @@ not be able to move the cursor, reorder text or fake lines.
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -69,15 +69,25 @@ class Output:
             self._file.flush()
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = False, spare: Sequence[str] = ()) -> None:
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    whole: bool = False,
+    spare: Sequence[str] = (),
+    cut: Mapping[str, int] | None = None,
+) -> None:
     """Print rows in columns as wide as they need to be.
 
-    A terminal that is too narrow loses the columns named in `spare`, in that order; the last column is cut, or wraps if `whole`.
+    On a terminal, the columns in `cut` are at most that wide, unless they are the last. One that is too narrow loses the columns
+    named in `spare`, in that order; the last column is cut, or wraps if `whole`.
     Control characters are removed: other users choose some of the names.
     """
     rows = [[*(_sanitized(cell, CELL) for cell in row[:-1]), _sanitized(row[-1], LINE)] for row in rows]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     room, kept = _room(), list(range(len(header)))
+    if room is not None and cut:
+        most = [cut.get(name, CELL) for name in header[:-1]]
+        rows = [[*map(_cut, row[:-1], most), row[-1]] for row in rows]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for name in spare:
         if room is None or sum(widths[c] + 2 for c in kept[:-1]) + min(LAST, widths[kept[-1]]) <= room:
             break
@@ -87,7 +97,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = Fa
     for number, all_cells in enumerate([header, *rows]):
         row = [all_cells[column] for column in kept]
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        ends = [row[-1] if len(row[-1]) <= last else row[-1][: last - 1] + "…"]
+        ends = [_cut(row[-1], last)]
         if whole and room is not None:
             import textwrap
 
@@ -95,6 +105,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = Fa
         for end in ends:
             say("  ".join([*cells, end]).rstrip(), bold=number == 0)
             cells = [" " * width for width in widths[:-1]]
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _room() -> int | None:

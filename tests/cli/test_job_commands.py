@@ -34,9 +34,9 @@ class Daemon:
         return self.answers[asked]()
 
 
-def state(job: str, name: str = "done", **more: Any) -> dict[str, Any]:
-    outcome = None if name not in {"done", "failed", "cancelled"} else {"kind": name, "exit_code": 0}
-    return {"job": job, "array": None, "state": name, "detail": "", "outcome": outcome, "saving": None, **more}
+def state(job: str, stage: str = "done", **more: Any) -> dict[str, Any]:
+    outcome = None if stage not in {"done", "failed", "cancelled"} else {"kind": stage, "exit_code": 0}
+    return {"job": job, "array": None, "state": stage, "detail": "", "outcome": outcome, "saving": None, **more}
 
 
 def member(index: int, name: str, **more: Any) -> dict[str, Any]:
@@ -98,6 +98,31 @@ def test_moves_counts_no_attempt_that_never_ran() -> None:
     ran, failed = {"running_unix_ms": 1}, {"running_unix_ms": 0}
     kept = [{"number": number, **one} for number, one in enumerate([failed, ran, failed, failed, ran])]
     assert [jobs_module.moves(kept[:count]) for count in (0, 1, 2, 4, 5)] == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("columns", ["200", "80", "24"])
+def test_ps_shows_time_last_node_command_and_reason(run: Any, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    now = int(time.time() * 1000)
+    ran = {
+        "number": 0,
+        "node": "desk",
+        "running_unix_ms": now - 90_000,
+        "ended_unix_ms": now - 30_000,
+        "seen_unix_ms": 0,
+    }
+    rest: dict[str, Any] = {"name": "n" * 60, "user": "ada", "node": None, "gang": [], "step": None, "checkpoint": None}
+    rest |= {"at_risk_s": 0, "command": "python3 train.py", "attempts": [], "created_unix_ms": now - 3_600_000}
+    failed = state("joba", "failed", **rest | {"attempts": [ran], "detail": "failed (exit 1)"})
+    rows = [failed, state("jobb", "pending", **rest)]
+    done, _ = run({"GET /v1/jobs?over=true": lambda: {"jobs": rows, "archived": 0}}, "ps", "-a")
+    head, first, second = done.stdout.splitlines()
+    assert max(map(len, (head, first, second))) <= int(columns) + (30 if columns == "24" else 0)
+    assert head.split()[0] == "JOB" and head.split()[-1] == "DETAIL" and first.split()[0] == "joba"
+    if columns == "200":
+        assert first.split()[2:5] == ["ada", "failed", "1m"] and " desk " in first
+        assert first.endswith("python3 train.py  failed (exit 1)")
+        assert second.split()[3:6] == ["pending", "1h", "-"]
 
 
 def test_why_of_an_ended_job_is_its_end_and_attempts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,3 +201,17 @@ def test_clean_up_leaves_a_hangup_that_nohup_ignores() -> None:
     program = ignoring + CLEANED_UP.replace("signal.SIG)", "signal.SIGHUP)")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "went on\nclean\n" and done.returncode == 0
+
+
+def test_long_name_is_cut_on_terminals_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [["a", "n" * 60, "true"]]
+    for columns, shown in (("100", "n" * 9 + "…"), (None, "n" * 60)):
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        else:
+            monkeypatch.delenv("COLUMNS")
+            monkeypatch.setattr("os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError("no terminal")))
+        table(["JOB", "NAME", "COMMAND"], rows, cut={"NAME": 10, "COMMAND": 2})
+        assert capsys.readouterr().out.splitlines()[1].split() == ["a", shown, "true"]

@@ -84,8 +84,8 @@ def test_commands_of_a_story_succeed(story: str, tmp_path: Path) -> None:
     up: set[str] = set()
     with machines({machine for _, machine, _ in told}, tmp_path) as states:
         for page, machine, text in told:
-            text = text.replace("--image IMAGE ", "")  # the machines are of one user
-            words = shlex.split(re.sub(r"\b(INVITE|JOB|NODE)\b", lambda name: known[name[0]], text))
+            bare = text.replace("--image IMAGE ", "")  # the machines are of one user
+            words = shlex.split(re.sub(r"\b(INVITE|JOB|NODE)\b", lambda name: known[name[0]], bare))
             assert words[0] == "mesh"
             if words[1:2] == ["nodes"]:
                 until(partial(_sees, states[machine], len(up)), f"{machine} to see {up}")
