@@ -15,15 +15,10 @@ class Key(click.ParamType[str]):
     name = "key"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from difflib import get_close_matches
+        from mesh.daemon.config import Settings, no_setting
 
-        from mesh.daemon.config import Settings
-
-        keys = Settings.__struct_fields__
-        if value not in keys:
-            near = get_close_matches(str(value), keys, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "`mesh config ls` lists them"
-            self.fail(f"there is no setting {value!r}: {hint}")
+        if value not in Settings.__struct_fields__:
+            self.fail(no_setting(str(value)))
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
@@ -144,7 +139,7 @@ def _print_row(ctx: click.Context, row: dict[str, Any], as_json: bool) -> None:
         return
     say(f"{row['key']} = {_text(row['value'])}" + ("" if row["written"] else " (the default)"))
     if restart:
-        say("the running daemon does not read it: restart it with `mesh down` and `mesh up`", err=True)
+        say("this takes effect after a restart: `mesh down && mesh up`", err=True)
 
 
 def _text(value: Any) -> str:

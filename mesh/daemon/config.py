@@ -106,7 +106,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     """The file's settings, if there is one, with `overrides` (from the command line) on top."""
-    return check_settings(written_settings(path) | overrides, path)
+    written = written_settings(path)
+    try:
+        return check_settings(written | overrides, path)
+    except ConfigError as error:
+        text = str(error).removeprefix(f"{path}: ")
+        found = re.match(r"(?:there is no setting ')?([A-Za-z0-9_-]+)", text)
+        line = _line_of(path, found[1]) if found and found[1] in written and found[1] not in overrides else 0
+        raise ConfigError(f"{path}, line {line}: {text}" if line else str(error)) from error
+
+
+def _line_of(path: Path, key: str) -> int:
+    """Return the line that sets a key; 0 if none is found."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    begins = re.compile(rf"""\s*(?:\[\s*)?["']?{re.escape(key)}["']?\s*[=.\]]""")
+    return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
 
 
 def written_settings(path: Path) -> dict[str, object]:
@@ -145,8 +159,34 @@ def parsed_setting(key: str, words: Sequence[str]) -> object:
 def _kind(hint: object) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(get_args(hint))
+    if get_origin(hint) in {tuple, dict}:
+        return (
+            'a list of texts, as ["a", "b"]' if get_origin(hint) is tuple else 'a table of texts, as {name = "/path"}'
+        )
     kinds: dict[object, str] = {bool: "true or false", int: "a whole number", str: "a text"}
     return kinds.get(hint, "a number")
+
+
+def no_setting(key: str) -> str:
+    """Return that there is no such setting, with one that reads alike."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(key, Settings.__struct_fields__, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "`mesh config ls` lists them"
+    return f"there is no setting {key!r}: {hint}"
+
+
+def _wrong(values: Mapping[str, object]) -> str:
+    """Return what is wrong with the first key that does not exist or has a value of another kind; empty if none is found."""
+    hints = get_type_hints(Settings)
+    for key, value in values.items():
+        if key not in hints:
+            return no_setting(key)
+        try:
+            msgspec.convert(value, hints[key])
+        except msgspec.ValidationError:
+            return f"{key} is {_kind(hints[key])}, not {value!r}"
+    return ""
 
 
 def check_settings(values: Mapping[str, object], path: Path) -> Settings:
@@ -157,7 +197,7 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
     try:
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {_wrong(values) or error}") from error
     for label, port in [
         ("port", settings.port),
         ("api_port", settings.api_port),

@@ -60,7 +60,16 @@ def test_no_word_stands_for_an_unset_number(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("slots = 'many'", "slots"), ("slots = 99999", "slots"), ("= =", "config.toml")]
+    ("text", "word"),
+    [
+        ("slots = 'many'", "config.toml, line 1: slots is a whole number, not 'many'"),
+        ("lend = true\n\nslots = 99999", "config.toml, line 3: slots must be 0 to 1024"),
+        ("# slots\nslot = 1", "config.toml, line 2: there is no setting 'slot': did you mean 'slots'?"),
+        ("join = 'desk'", 'line 1: join is a list of texts, as \\["a", "b"\\], not'),
+        ("max_cpus = 'all'", "line 1: max_cpus is a number, not 'all'"),
+        ("[data]\nx = 7", "line 1: data is a table of texts, as"),
+        ("= =", "config.toml"),
+    ],
 )
 def test_bad_settings_are_named(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "config.toml").write_text(text)
