@@ -69,8 +69,12 @@ def explain(request: Request, ranking: Ranking) -> list[str]:
         some = "; ".join(f"{r.nick}: {'; '.join(r.reasons)}" for r in ranking.refused[:REFUSALS_SHOWN])
         return [f"{found} of the {request.nodes} nodes it needs could take it now" + (f" ({some})" if some else "")]
     if ranking.candidates:
-        best = ranking.candidates[0]
-        return [f"{best.nick} is first of {len(ranking.candidates)} nodes that could run it"]
+        best = ranking.candidates[0].nick
+        return [
+            f"{best} is first of {found} nodes that could run it"
+            if found > 1
+            else f"{best} is the only node that could run it"
+        ]
     if not ranking.refused:
         return ["no node of this mesh offers anything yet"]
     # The node with the fewest reasons is the closest to a fit.

@@ -159,7 +159,9 @@ def _dotted(version: tuple[int, ...]) -> str:
 def _slot_refusals(advert: Advert) -> list[str]:
     if advert.slots == 0:
         return ["takes only GPU jobs"]
-    return [] if advert.slots_free > 0 else [f"all {advert.slots} job slots are taken"]
+    if advert.slots_free > 0:
+        return []
+    return ["its only job slot is taken" if advert.slots == 1 else f"all {advert.slots} job slots are taken"]
 
 
 class ImageOffer(msgspec.Struct, frozen=True):

@@ -59,8 +59,9 @@ def add(
         f"{name} has {plural(answer['files'], 'entry', 'entries')} with {amount(answer['bytes'])}; read "
         f"{amount(answer['read_bytes'])}, stored {amount(answer['new_bytes'])} in {answer['seconds']:.1f} s"
     )
-    who = "everybody in the mesh" if everybody else ", ".join(["you", *readers])
-    say(f"jobs of {who} can read it: mesh run --data {name} -- ...", err=True)
+    who = f"your jobs and those of {', '.join(readers)}" if readers else "only your own jobs"
+    who = "jobs of everybody in the mesh" if everybody else who
+    say(f"{who} can read it: mesh run --data {name} -- ...", err=True)
 
 
 @data.command("ls")

@@ -1,5 +1,6 @@
 """Options of commands that submit a job, and the request they become."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import click
 
-from mesh.cli.names import IMAGE, JOB, NODE, NODE_LIST, SECRET, ZONE
+from mesh.cli.names import IMAGE, JOB_LIST, NODE, NODE_LIST, SECRET, ZONE
 from mesh.cli.terminal import ARRAY, DEADLINE, DURATION, ENGINES, EVERY, MOST_IN_BATCH, NODES, SIZE, VERSION
 
 _OPTIONS: list[Callable[[Any], Any]] = [
@@ -122,7 +123,11 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         help="Higher starts first; ten minutes of waiting add a point.",
     ),
     click.option(
-        "--after", type=JOB, multiple=True, metavar="JOB", help="Start after this job has succeeded. Repeatable."
+        "--after",
+        type=JOB_LIST,
+        multiple=True,
+        metavar="JOB,JOB",
+        help="Start after these jobs have succeeded. Repeatable.",
     ),
     click.option(
         "--retry-on",
@@ -132,7 +137,9 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         help="Retry only after this exit code. Repeatable.",
     ),
     click.option(
-        "--deadline", type=DEADLINE, help="Fail the job if it has not ended by then: 6h, or 2026-12-01T08:00."
+        "--deadline",
+        type=DEADLINE,
+        help="Fail the job if it has not ended by then: 6h, 2026-12-01T08:00, or the end of 2026-12-01.",
     ),
     click.option(
         "--array", type=ARRAY, metavar="1-100%10", help="Submit a job for each index ($MESH_ARRAY_INDEX), 10 at a time."
@@ -189,7 +196,7 @@ def job_options(function: Any) -> Any:
 def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a submission."""
     share = options["gpu_share"]
-    return {
+    order = {
         "argv": list(command),
         "name": options["name"],
         "env": {**_env_file(options["env_file"]), **dict(_variable(pair, "--env") for pair in options["env"])},
@@ -224,7 +231,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "on_partition": options["on_partition"],
         "max_time_s": options["max_time"],
         "priority": options["priority"],
-        "after": list(options["after"]),
+        "after": [name for names in options["after"] for name in names.split(",") if name],
         "home": options["home"],
         "uv": options["uv"],
         "secrets": list(options["secret"]),
@@ -232,6 +239,13 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "data": list(options["data"]),
         "network": list(options["network"]),
     }
+    for name, value in order.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            what = {"argv": "the command", "env": "a variable (-e)"}.get(name, name.replace("_", " "))
+            raise click.UsageError(f"{what} has bytes that are not UTF-8: put them into a file") from error
+    return order
 
 
 def _env_file(path: str | None) -> dict[str, str]:

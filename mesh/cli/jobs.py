@@ -471,7 +471,7 @@ def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_js
         print_json({"jobs": states})
     else:
         for state in states:
-            say(f"{short_id(state)} {state['state']}" + (f": {state['detail']}" if state["detail"] else ""))
+            say(f"{short_id(state)} {state_text(state)}")
     if any(state["outcome"] is None for state in states):
         ctx.exit(int(ExitCode.TIMED_OUT))
     for row in late:

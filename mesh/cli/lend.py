@@ -9,6 +9,7 @@ from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import DURATION, client, json_option
 from mesh.util.text import COST, cost_cells, lend_lines, plural, when
 
+LONGEST_PAUSE_S = 366 * 86_400  # as in mesh.api.requests
 GPU_OPTION = click.option("--gpu", metavar="N", help="One GPU only: its number here, or the beginning of its UUID.")
 
 
@@ -51,6 +52,8 @@ def lend(ctx: click.Context, hours: tuple[str, ...], gpu: str | None, as_json: b
 @click.pass_context
 def pause(ctx: click.Context, duration: float | None, as_json: bool) -> None:
     """Accept no new guests for DURATION (as 30m), or until `mesh lend`. Present guests stay. Restarts do not end a pause."""
+    if duration is not None and not 0 < duration <= LONGEST_PAUSE_S:
+        raise click.BadParameter("a pause lasts longer than 0s and at most 366d; without DURATION, until `mesh lend`")
     answer = client(ctx).post("/v1/pause", {"paused": True, "for_s": duration})
     if as_json:
         print_json(answer)

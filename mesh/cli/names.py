@@ -93,6 +93,7 @@ def _secrets(answer: Any) -> Iterable[tuple[str, str]]:
 
 
 JOB = Name("job", "/v1/jobs", _jobs)
+JOB_LIST = Name("job", "/v1/jobs", _jobs, parted=True)
 NODE = Name("node", "/v1/nodes", _nodes)
 NODE_LIST = Name("node", "/v1/nodes", _nodes, parted=True)
 ZONE = Name("zone", "/v1/zones", _zones)

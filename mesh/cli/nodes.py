@@ -69,12 +69,13 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
             "mesh: guests of the process engine run as your user without a sandbox: they can read and change your files",
             err=True,
         )
+    _warn_of_unknown(options["join"])
     try:
         where.make()
         if foreground:
             command = daemon_command(where, overrides)
             os.execv(command[0], command)
-        with waiting_for("the daemon to answer"):
+        with waiting_for("waiting for the daemon to answer"):
             status = wait_ready(where, start_daemon(where, overrides))
     except ConfigError as error:
         raise MeshError(str(error)) from error
@@ -90,6 +91,26 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
     for problem in status["problems"].values():
         say(f"mesh: {problem}", err=True)
     say("next: `mesh nodes` lists all nodes; `mesh run -- COMMAND` runs a command", err=True)
+
+
+def _warn_of_unknown(addresses: tuple[str, ...]) -> None:
+    """Warn of hosts that have no address."""
+    if not addresses:
+        return
+    import socket
+
+    from membership.addresses import parse_seed
+    from mesh.daemon.config import GOSSIP_PORT
+
+    for text in addresses:
+        try:
+            host, port = parse_seed(text, GOSSIP_PORT)
+            with waiting_for(f"asking for the address of {host}"):
+                socket.getaddrinfo(host, port)
+        except ValueError:
+            continue  # the daemon says what is wrong
+        except OSError as error:
+            say(f"mesh: --join {text}: {host} has no address now ({error.strerror}): check its name", err=True)
 
 
 def _banner(status: dict[str, Any]) -> None:
@@ -126,12 +147,15 @@ def down(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> N
     try:
         answer = client(ctx).post("/v1/down", {"grace_s": grace, "now": now})
     except NoDaemon as error:
-        if error.runs or not (removed := _remove_leftovers(ctx)):
+        if error.runs or not layout(ctx).genesis.exists():
             raise
+        removed = _remove_leftovers(ctx)
         if as_json:
             print_json({"removed": removed})
-        else:
+        elif removed:
             say(f"no daemon ran here; removed what a killed daemon had left: {removed}", err=True)
+        else:
+            say("this node is not running")
         return
     if guests := answer["guests"]:
         verb = "is killed" if now else "saves and moves on"
@@ -154,10 +178,7 @@ def _remove_leftovers(ctx: click.Context) -> str:
     """Remove what a killed daemon left; return it in words, empty if there was nothing."""
     from mesh.daemon.leftovers import remove
 
-    where = layout(ctx)
-    if not where.genesis.exists():
-        return ""
-    before, still = remove(where)
+    before, still = remove(layout(ctx))
     if still.words:
         raise MeshError(f"a killed daemon left {before.words}; not removed: {still.words}. Run `mesh down` as root")
     return before.words
@@ -284,7 +305,8 @@ def _draw_zones(answer: dict[str, Any]) -> None:
 def system_text(system: dict[str, str]) -> str:
     """Describe a node's system checkpoints, for its owner."""
     if not system["platform"]:
-        return f"none: {system['problem']}"
+        off = system["problem"].startswith("its owner has not allowed them")
+        return "off (system_checkpoints = true enables them)" if off else f"none: {system['problem']}"
     gpus = f"not of GPU jobs: {system['gpu_problem']}" if system["gpu_problem"] else "also of GPU jobs"
     return f"on and from nodes that are {system['platform']}; {gpus}"
 

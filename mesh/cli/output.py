@@ -7,7 +7,7 @@ not be able to move the cursor, reorder text or fake lines.
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -28,12 +28,20 @@ def say(text: str = "", err: bool = False, bold: bool = False) -> None:
 
 def confirm(question: str, err: bool = False) -> None:
     """Ask, and end the command unless the answer is yes."""
-    click.confirm(_sanitized(question, LINE), abort=True, err=err)
+    if not _prompted(lambda: click.confirm(_sanitized(question, LINE), err=err)):
+        raise click.Abort
 
 
 def ask_secret(question: str) -> str:
     """Ask for a line that is not shown."""
-    return str(click.prompt(_sanitized(question, LINE), hide_input=True))
+    return str(_prompted(lambda: click.prompt(_sanitized(question, LINE), hide_input=True)))
+
+
+def _prompted(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except click.Abort:  # click has no other word for Ctrl-C
+        raise KeyboardInterrupt from None
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ HEADLINES = {
     "inconclusive": "INCONCLUSIVE",
 }
 NAMES_TOLD = 5
-LATER = "on a mesh of several machines, whose leases are longer, a sudden death is detected about 15 s later"
+LATER = "between several machines, whose leases are longer, a sudden death is detected about 15 s later"
 
 
 def _submit_options() -> tuple[list[click.Parameter], dict[str, Any]]:

@@ -113,7 +113,7 @@ class Mebibytes(click.ParamType[int]):
 
 
 class Deadline(click.ParamType[float]):
-    """A deadline: `6h` from now, or a local date and time; converted to Unix seconds."""
+    """A deadline: `6h` from now, a local date and time, or the end of a date; converted to Unix seconds."""
 
     name = "deadline"
 
@@ -122,10 +122,14 @@ class Deadline(click.ParamType[float]):
             return value
         with suppress(ValueError):
             return time.time() + parse_duration(value)
+        text = value.replace(" ", "T") if ":" in value else f"{value}T24:00"  # the end of the day
         try:
-            return time.mktime(time.strptime(value.replace(" ", "T"), "%Y-%m-%dT%H:%M"))
+            day, _, hours = text.partition("T")
+            hour, minute = (0, 0) if hours == "24:00" else time.strptime(hours, "%H:%M")[3:5]
+            date = time.strptime(day, "%Y-%m-%d")
+            return time.mktime((*date[:2], date.tm_mday + (hours == "24:00"), hour, minute, 0, 0, 0, -1))
         except (ValueError, OverflowError):
-            self.fail(f"{value!r} is neither a duration (6h) nor a time (2026-12-01T08:00)", param, ctx)
+            self.fail(f"{value!r} is neither a duration (6h) nor a time (2026-12-01T08:00) nor a date", param, ctx)
 
 
 class Array(click.ParamType[tuple[tuple[int, ...], int]]):

@@ -12,16 +12,18 @@ from mesh.cli.terminal import client, json_option, layout
 from mesh.util.errors import MeshError
 
 EVENTS_SHOWN = 20
+ENDED_SHOWN = 5  # jobs (own choice)
 PIPE_COLUMNS = 160  # width of the text in a pipe (own choice)
 
 
 @click.command()
 @click.option("--once", is_flag=True, help="Print the text once and exit; so does a pipe.")
+@click.option("-a", "--all", "everything", is_flag=True, help="With --once: also jobs that ended long ago.")
 @click.option("--web", is_flag=True, help="Print the address of this node's web page, valid for one visit.")
 @click.option("--open", "open_", is_flag=True, help="With --web: open the page in the browser.")
 @json_option
 @click.pass_context
-def top(ctx: click.Context, once: bool, web: bool, open_: bool, as_json: bool) -> None:
+def top(ctx: click.Context, once: bool, everything: bool, web: bool, open_: bool, as_json: bool) -> None:
     """Watch nodes, jobs at risk, transfers and events. Keys pause lending and reclaim this machine; `?` lists them.
 
     The web page listens on this machine only; its address is valid for ten minutes. To see it from another machine:
@@ -32,7 +34,7 @@ def top(ctx: click.Context, once: bool, web: bool, open_: bool, as_json: bool) -
     elif as_json:
         print_json(_json(ctx))
     elif once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _print(ctx)
+        _print(ctx, everything)
     else:
         _run(ctx)
 
@@ -63,14 +65,20 @@ def _json(ctx: click.Context) -> dict[str, Any]:
     return {"schema": schema, "node": shown["node"], "totals": view.totals()._asdict(), **lists}
 
 
-def _print(ctx: click.Context) -> None:
+def _print(ctx: click.Context, everything: bool) -> None:
     import shutil
+
+    import msgspec
 
     from mesh.top.answers import Source
     from mesh.top.view import View, text_lines
 
-    view = View()
-    view.take(Source(client(ctx)).look())
+    view, look = View(), Source(client(ctx)).look()
+    if not everything:
+        over = sorted((job.outcome.ended_unix_ms, job.job) for job in look.jobs if job.outcome is not None)
+        left_out = {job for _, job in over[:-ENDED_SHOWN]}
+        look = msgspec.structs.replace(look, jobs=[job for job in look.jobs if job.job not in left_out])
+    view.take(look)
     for line in text_lines(view, shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns, EVENTS_SHOWN):
         say(line)
 

@@ -392,8 +392,8 @@ class Leader:
         for job in self.spec.after:
             kind = self.view.ends.get(job, "done")
             if kind != "done":
-                how = "failed" if kind == "failed" else "been cancelled"
-                return f"{format_job(job)[:8]}, which it comes after, has {how}"
+                how = "failed" if kind == "failed" else "was cancelled"
+                return f"{format_job(job)[:8]}, which it comes after, {how}"
         return ""
 
     def _ask_for_room(self, request: Request, at: Instant) -> list[Effect]:

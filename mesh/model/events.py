@@ -84,7 +84,8 @@ def describe(event: Event, target: str = "") -> str:
         case "attempt":
             return "attempt ended here" + why
         case "end":
-            return f"the job is over: {event.new}" + (
-                f" ({event.reason})" if event.reason not in {"", event.new} else ""
-            )
+            if event.reason in {"", event.new}:
+                return f"the job is over: {event.new}"
+            begins = event.reason.startswith(f"{event.new} (")  # `failed (exit 1)`
+            return f"the job is over: {event.reason if begins else f'{event.new} ({event.reason})'}"
     return event.reason

@@ -341,13 +341,13 @@ def _is_steady(observations: Observations) -> bool:
 
 def _unchecked(observations: Observations, compared: tuple[Compared, ...]) -> list[str]:
     run, found = observations.disturbed, []
+    why = "it ended before that" if run.outcome else "the limit had passed"
     if run.sudden is None:
-        why = "it ended before that" if run.outcome else "the limit had passed"
         found.append(f"a sudden death of its host: {why}")
     elif (again := run.attempt(run.sudden.attempt + 1)) is None or not again.running_unix:
-        found.append("whether it resumes after a sudden death: the limit had passed")
+        found.append(f"whether it resumes after a sudden death: {why}")
     elif not run.of_attempt(again.number) and not run.done:
-        found.append("that it writes checkpoints again after a sudden death: the limit had passed")
+        found.append(f"that it writes checkpoints again after a sudden death: {why}")
     if not run.done:
         found.append("that it ends: the rehearsal did not wait for it")
     if not compared:

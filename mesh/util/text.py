@@ -34,14 +34,18 @@ def short_id(job: Mapping[str, Any]) -> str:
 
 
 def state_text(job: Mapping[str, Any]) -> str:
-    """Return a job's state with its details."""
-    return f"{job['state']}: {job['detail']}" if job["detail"] else str(job["state"])
+    """Return a job's state with its details, which may begin with it: `failed (exit 1)`."""
+    state, detail = str(job["state"]), str(job["detail"])
+    return detail if detail.startswith(f"{state} (") else f"{state}: {detail}" if detail else state
 
 
 def job_text(job: Mapping[str, Any]) -> str:
     """Return a job's state, node and details as a sentence."""
-    where = f" on {job['node']}" if job["node"] and job["state"] not in OVER else ""
-    return f"job {short_id(job)} is {job['state']}{where}" + (f": {job['detail']}" if job["detail"] else "")
+    name, state = short_id(job), state_text(job)
+    if job["state"] in OVER:
+        return f"job {name} {'is ' if job['state'] == 'done' else 'was ' if job['state'] == 'cancelled' else ''}{state}"
+    where = f" on {job['node']}" if job["node"] else ""
+    return f"job {name} is {job['state']}{where}" + (f": {job['detail']}" if job["detail"] else "")
 
 
 def doing(detail: str, saving: Mapping[str, Any] | None) -> str:

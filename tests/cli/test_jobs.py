@@ -33,6 +33,19 @@ def test_env_takes_values_from_the_environment_and_wins_over_the_file(
             environment("-e", wrong)
 
 
+def test_after_takes_several_jobs_with_commas() -> None:
+    command = click.command()(job_options(lambda **options: options))
+    words = ["--after", "a,b", "--after", "sweep_3", "--no-workdir", "x"]
+    options: dict[str, Any] = command.make_context("submit", words).params
+    assert make_order(options.pop("command"), options)["after"] == ["a", "b", "sweep_3"]
+
+
+def test_bytes_that_are_not_utf8_are_refused_here() -> None:
+    for words, text in ((["-e", "A=\udcff"], "a variable"), (["--name", "\udcff"], "name has bytes")):
+        with pytest.raises(click.UsageError, match=text):
+            environment(*words)
+
+
 @pytest.mark.parametrize(
     ("pieces", "count", "shown"),
     [

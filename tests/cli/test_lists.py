@@ -1,14 +1,18 @@
 """Lists in every format, and completion of names, with a daemon that gives fixed answers."""
 
 import json
+import socket
 import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+import msgspec
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
@@ -16,6 +20,8 @@ from click.testing import CliRunner, Result
 import mesh.cli.listing
 import mesh.cli.names
 from mesh.cli.main import SECTIONS, cli
+from mesh.cli.nodes import _warn_of_unknown
+from mesh.cli.output import ask_secret, confirm
 from mesh.util.version import VERSION
 
 MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
@@ -93,6 +99,57 @@ def test_revoke_needs_an_exact_name_and_confirmation(state: Path) -> None:
             cli, ["--state", str(state), "member", "revoke", *words], prog_name="mesh", input="n\n"
         )
         assert done.exit_code == code and said in done.output, words
+
+
+def test_once_shows_jobs_under_way_and_the_last_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [None, *range(10)]
+    jobs = [
+        SimpleNamespace(job=f"job{end}", outcome=None if end is None else SimpleNamespace(ended_unix_ms=end))
+        for end in ends
+    ]
+
+    class Look(msgspec.Struct):
+        jobs: list[Any]
+
+    shown: list[str] = []
+    view = SimpleNamespace(take=lambda look: shown.extend(job.job for job in look.jobs))
+    monkeypatch.setattr("mesh.top.view.View", lambda: view)
+    monkeypatch.setattr("mesh.top.view.text_lines", lambda *given: [])
+    monkeypatch.setattr("mesh.top.answers.Source.look", lambda self: Look(jobs))
+    assert CliRunner().invoke(cli, ["top", "--once"]).exit_code == 0
+    assert shown == ["jobNone", *(f"job{end}" for end in range(5, 10))]
+    shown.clear()
+    assert CliRunner().invoke(cli, ["top", "--once", "-a"]).exit_code == 0 and len(shown) == 11
+
+
+def test_pause_needs_a_length(state: Path) -> None:
+    for duration in ("0", "400d"):
+        done = run(state, "pause", duration)
+        assert done.exit_code == 2 and "a pause lasts longer than 0s and at most 366d" in done.stderr
+
+
+def test_ctrl_c_at_a_prompt_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: Any, **how: Any) -> None:
+        raise click.Abort
+
+    monkeypatch.setattr("click.termui.prompt", interrupt)
+    monkeypatch.setattr("mesh.cli.output.click.prompt", interrupt)
+    monkeypatch.setattr("mesh.cli.output.click.confirm", interrupt)
+    for ask in (ask_secret, confirm):
+        with pytest.raises(KeyboardInterrupt):
+            ask("?")
+
+
+def test_host_that_has_no_address_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def unknown(host: str, port: int) -> None:
+        if host == "desk.invalid":
+            raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    _warn_of_unknown(("desk.invalid:7373", "127.0.0.1", "a:b:c"))
+    assert capsys.readouterr().err == (
+        "mesh: --join desk.invalid:7373: desk.invalid has no address now (Name or service not known): check its name\n"
+    )
 
 
 def test_wait_refuses_an_empty_name(state: Path) -> None:

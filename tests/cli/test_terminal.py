@@ -92,6 +92,7 @@ def test_array_parser_returns_indices_or_raises(text: str) -> None:
 def test_a_deadline_is_a_duration_or_a_date() -> None:
     assert DEADLINE.convert("2h", None, None) == pytest.approx(time.time() + 7200, abs=5)
     assert time.localtime(DEADLINE.convert("2030-02-03 04:05", None, None))[:5] == (2030, 2, 3, 4, 5)
+    assert time.localtime(DEADLINE.convert("2030-12-31", None, None))[:5] == (2031, 1, 1, 0, 0), "the end of the day"
     with pytest.raises(click.BadParameter, match="neither"):
         DEADLINE.convert("tomorrow", None, None)
 

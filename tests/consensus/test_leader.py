@@ -167,7 +167,7 @@ def test_job_waits_for_its_dependencies() -> None:
     assert len(sends(leader.observe(done, at(1)), Start)) == 1
 
 
-@pytest.mark.parametrize(("kind", "words"), [("failed", "has failed"), ("cancelled", "has been cancelled")])
+@pytest.mark.parametrize(("kind", "words"), [("failed", ", failed"), ("cancelled", ", was cancelled")])
 def test_job_fails_with_its_dependency(kind: str, words: str) -> None:
     leader, effects = held_back(ends={b"1" * 16: "done", b"2" * 16: kind})
     (outcome,) = {send.message.record.outcome for send in sends(effects, Accept)}  # type: ignore[union-attr]

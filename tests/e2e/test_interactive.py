@@ -214,7 +214,9 @@ def test_attach_shows_output_and_state_and_detaches(going: tuple[StackNode, str,
 def test_attach_exits_with_the_result_of_the_job(shared: Stack) -> None:
     job = submit(shared.nodes[1], "--", "sh", "-c", "echo one; sleep 1; echo two; exit 4")
     done = mesh(shared.nodes[1], "job", "attach", job)
-    assert done.returncode == 4 and done.stdout == "one\ntwo\n" and "is failed" in done.stderr, done
+    assert done.returncode == 4 and done.stdout == "one\ntwo\n" and f"job {job[:8]} failed (exit 4)" in done.stderr, (
+        done
+    )
 
 
 # --- forward

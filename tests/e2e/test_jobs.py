@@ -291,7 +291,7 @@ def test_dependent_job_waits_for_the_first_job_and_fails_with_it(shared: Stack) 
     slow = ok(node, "submit", "--no-workdir", "--", "sleep", "60").strip()
     third = ok(node, "submit", "--no-workdir", "--after", slow, "--after", first, "--", "true").strip()
     ok(node, "cancel", slow)
-    assert "has been cancelled" in finished(node, third)["outcome"]["detail"]
+    assert "which it comes after, was cancelled" in finished(node, third)["outcome"]["detail"]
     refused = mesh(node, "submit", "--no-workdir", "--after", slow, "--", "true")
     assert refused.returncode == 1 and "not well" in refused.stderr
 

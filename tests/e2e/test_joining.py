@@ -211,6 +211,8 @@ def test_missing_daemon_is_reported_with_the_next_step(home: Path) -> None:
             "without a mesh, the next step is to join"
         )
     assert mesh(home / "some", "init", "lab").returncode == 0
+    stopped = mesh(home / "some", "down")
+    assert stopped.returncode == 0 and stopped.stdout == "this node is not running\n"
     done = mesh(home / "some", "ps")
     assert done.returncode == 3 and "Start one with `mesh up`" in done.stderr and done.stdout == ""
 

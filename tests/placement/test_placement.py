@@ -158,7 +158,8 @@ def test_decision_replays_for_any_order_of_adverts(order: list[bytes]) -> None:
         ({}, {"memory_mib": 10**6}, "memory"),
         ({"interactive": False}, {"interactive": True}, "allows no interactive sessions"),
         ({"cpus": 2}, {"cpus": 3}, "lends at most 2 CPUs to a job, and it asks for 3"),
-        ({"slots_free": 0}, {}, "slots are taken"),
+        ({"slots_free": 0}, {}, "its only job slot is taken"),
+        ({"slots": 2, "slots_free": 0}, {}, "all 2 job slots are taken"),
         ({"slots": 0}, {}, "only GPU jobs"),
         ({}, {"gpus": 1}, "has 0 GPUs"),
         (

@@ -306,5 +306,8 @@ def test_unchecked_parts_are_listed() -> None:
     assert any("a sudden death" in text for text in evaluated(short, alone()).unchecked)
     unseen = good(attempts=good().attempts[:2], checkpoints=good().checkpoints[:5], outcome="")
     assert any("whether it resumes after a sudden death" in text for text in evaluated(unseen).unchecked)
+    failed = good(attempts=good().attempts[:2], checkpoints=good().checkpoints[:5], outcome="failed")
+    why = [text for text in evaluated(failed).unchecked if "whether it resumes" in text]
+    assert why == ["whether it resumes after a sudden death: it ended before that"], "there was no limit"
     idle = good(checkpoints=good().checkpoints[:5], outcome="")
     assert any("writes checkpoints again" in text for text in evaluated(idle).unchecked)

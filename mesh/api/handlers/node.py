@@ -23,6 +23,7 @@ from mesh.network.edge import Edge
 from mesh.rpc.client import decode_facts
 from mesh.rpc.pacing import Wire
 from mesh.util.structs import copy_as
+from mesh.util.text import plural
 from mesh.util.version import VERSION
 from mesh.util.versions import WIRE
 from placement.zones import zone_of
@@ -87,10 +88,23 @@ class NodeHandlers:
             clock_offset_s=self._membership.clock_offset_s,
             waiting=len(self._membership.pending_joins()),
             problem=self._membership.problem,
-            problems=self._membership.problems,
+            problems=self._membership.problems | self._namesakes(),
             reached_by=self._reached_by(),
             counters=dict(sorted(self.counters().items())),
         )
+
+    def _namesakes(self) -> dict[str, str]:
+        """Return a warning if other nodes have this one's nick."""
+        nick = self._membership.credentials.nick
+        others = [
+            short_id(one.node_id) for one in self._membership.members() if one.nick == nick and one.node_id != self._me
+        ]
+        if not others:
+            return {}
+        words = (
+            f"{plural(len(others), 'other node')} called {nick} ({', '.join(others)}): commands need the id of each. "
+        )
+        return {"namesake": words + "`mesh join INVITE --nick NAME` with a new --state gives this machine another name"}
 
     def _versions(self) -> dict[str, str]:
         """Return the software version of each present node, by nick."""

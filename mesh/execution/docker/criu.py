@@ -66,10 +66,7 @@ def judge(facts: Facts) -> SystemCheckpoints:
 
 def _problem(facts: Facts) -> str:
     if not facts.allowed:
-        return (
-            "its owner has not allowed them (system_checkpoints = true in config.toml; "
-            "docs/explanation/isolation.md says what that means)"
-        )
+        return "its owner has not allowed them (system_checkpoints = true in config.toml)"
     if facts.engine != "Docker":
         return f"they need Docker; its engine is {facts.engine or 'none'}"
     if not facts.root:
