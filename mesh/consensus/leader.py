@@ -154,8 +154,8 @@ class Leader:
                     self._proposer.on_accepted(sender, message)
                     return self._finish(self._ended(self._proposer.record, "cancelled", "cancelled", at), at)
                 decided = self._proposer.on_accepted(sender, message)
-                if decided is None or self.state != "finishing" or decided.record.outcome is None:
-                    return []  # a round of before decides no end: closing the term now would leave the job open
+                if decided is None or decided.record.outcome is None:
+                    return []  # a round of before the end: closing the term by it would leave the job open
                 self._to_watching()
                 closed = Closed(job=self.job, term=self._term, record=decided.record)
                 sends: list[Effect] = [Send(node, closed) for node in decided.config.nodes]

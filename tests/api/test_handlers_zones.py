@@ -61,6 +61,7 @@ def test_commands_print_zones_and_placement(monkeypatch: pytest.MonkeyPatch) -> 
     assert "two-level since 201 nodes; n1 submits 1 job for others" in shown
     why = {
         "job": "abc",
+        "array": None,
         "state": "pending",
         "detail": "",
         "node": None,
