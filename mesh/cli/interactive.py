@@ -17,7 +17,7 @@ from mesh.cli.names import JOB
 from mesh.cli.output import print_json, say
 from mesh.cli.terminal import DURATION, client, job_path, json_option, layout
 from mesh.util.errors import ExitCode, MeshError
-from mesh.util.text import OVER, job_text
+from mesh.util.text import OVER, job_text, short_id
 
 POLL_S = 0.5  # of the state of a job that is followed (own choice)
 NOTE_LIMIT = 4096  # characters of a line for the user (own choice)
@@ -64,7 +64,7 @@ def attach(ctx: click.Context, job: str, raw: bool) -> None:
     """Follow the output and state of JOB, and exit with its exit code. Ctrl-C leaves it running. For input use `mesh exec`."""
     daemon = client(ctx)
     found = daemon.get(job_path(job))["job"]
-    name = found["job"][:8]
+    name = short_id(found)
     _report(job_text(found))
     watching = threading.Thread(target=_report_states, args=(daemon, found), name="states", daemon=True)
     watching.start()
@@ -96,7 +96,7 @@ def forward(ctx: click.Context, job: str, ports: tuple[str, ...], as_json: bool)
     daemon = client(ctx)
     found = _unfinished(daemon, job)
     _until_interrupted(
-        _forward(layout(ctx).socket, daemon, found, wanted, as_json), ctx, lambda: f"job {found['job'][:8]} continues"
+        _forward(layout(ctx).socket, daemon, found, wanted, as_json), ctx, lambda: f"job {short_id(found)} continues"
     )
 
 
@@ -271,7 +271,9 @@ async def _forward(
                 print_json({"job": job, "node": found["node"], "ports": ports})
             else:
                 for port in ports:
-                    say(f"127.0.0.1:{port['local']} leads to {port['target']} of job {job[:8]} on {found['node']}")
+                    say(
+                        f"127.0.0.1:{port['local']} leads to {port['target']} of job {short_id(found)} on {found['node']}"
+                    )
             sys.stdout.flush()
             return await _follow_moves(daemon, found)
         finally:
@@ -288,7 +290,7 @@ async def _follow_moves(daemon: Client, found: dict[str, Any]) -> int:
             _report(job_text(state))
             return 0
         if state["state"] == "running" and (state["node"] != node or waits):
-            _report(f"job {state['job'][:8]} runs on {state['node']} now; the tunnel follows it")
+            _report(f"job {short_id(state)} runs on {state['node']} now; the tunnel follows it")
             node, waits = state["node"], False
         elif state["state"] != "running" and not waits:
             _report(f"{job_text(state)}; new connections wait")
@@ -303,7 +305,7 @@ def _unfinished(daemon: Client, job: str) -> dict[str, Any]:
     """Return the job; MeshError if it has ended."""
     found: dict[str, Any] = daemon.get(job_path(job))["job"]
     if found["outcome"] is not None:
-        name = found["job"][:8]
+        name = short_id(found)
         raise MeshError(
             f"job {name} has ended ({found['state']}): `mesh logs {name}` shows its output", ExitCode.NOT_FOUND
         )

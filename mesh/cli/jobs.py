@@ -511,7 +511,7 @@ def migrate(ctx: click.Context, job: str, to: str, force: bool, as_json: bool) -
     answer = daemon.post(f"{job_path(job)}/migrate", {"to": to, "force": force})
     with waiting_for("waiting for the job to save and resume"):
         state = _moved(daemon, answer)
-    attempts, short = state["attempts"], answer["job"][:8]
+    attempts, short = state["attempts"], short_id(state)
     if as_json:
         print_json({**answer, "moved": attempts[-1]["number"] > answer["attempt"], "state": state})
     elif state["outcome"] is not None:
