@@ -71,6 +71,12 @@ class GuardedJob:
         preload = os.pathsep.join(map(str, self._libraries.preloaded))
         return {"LD_PRELOAD": preload, PAGES_ENV: str(self.pages.directory)}
 
+    def process_files(self) -> tuple[Mount, ...]:
+        """Return the files that such a job uses, at their own paths. Only its page is writable: others load the libraries too."""
+        pages = self.pages.directory
+        read = (*self._libraries.preloaded, pages / "policy")
+        return (*(Mount(path, path) for path in read), Mount(pages / "job", pages / "job", read_only=False))
+
     def container_mounts(self, driver: Driver) -> tuple[Mount, ...]:
         """Return the mounts of a job in a container.
 

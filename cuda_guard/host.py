@@ -16,8 +16,8 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "host_leave": (None, [_pointer, _pointer]),
     "host_size": (None, [_pointer, _u32, _u64, _u64]),
     "host_away": (_bool, [_pointer, _u32, _pointer, _bool]),
-    "host_claim": (_bool, [_pointer, _int, _u32]),
-    "host_forget": (None, [_pointer]),
+    "host_claim": (_bool, [_pointer, _pointer, _int, _u32]),
+    "host_forget": (None, [_pointer, _pointer]),
     "host_correct": (_bool, [_pointer, _u32, _i64]),
     "host_allowed": (_i64, [_pointer, _u32, _i64]),
     "host_wait": (_i64, [_pointer, _pointer, _u32, _i64]),
@@ -83,7 +83,7 @@ class Host:
     def leave(self, pages: Pages) -> None:
         """Remove the job from all devices; call this before its pages are closed."""
         self._library.host_leave(self._host, _address(pages.policy))
-        self._library.host_forget(_address(pages.job))
+        self._library.host_forget(_address(pages.policy), _address(pages.job))
 
     def set_gate(self, pages: Pages, closed: bool) -> None:
         """Close or open the job's gate; no launch starts while it is closed."""
@@ -91,7 +91,8 @@ class Host:
 
     def claim(self, pages: Pages, pid: int) -> bool:
         """Claim the daemon's slot in the job's page; False if another daemon has it."""
-        return bool(self._library.host_claim(_address(pages.job), pages.job_file, pid))
+        policy, job = _address(pages.policy), _address(pages.job)
+        return bool(self._library.host_claim(policy, job, pages.job_file, pid))
 
     def set_overhead(self, pages: Pages, place: int, units: int) -> None:
         """Charge the job `units` in addition to what its processes charge themselves."""

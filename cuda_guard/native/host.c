@@ -31,19 +31,26 @@ struct host {
 
 /* --- truncated pages
  *
- * A job can truncate the file of its page, and an access to the missing part raises SIGBUS, in the daemon too. The handler maps zeros
- * there. */
+ * A job can truncate the file of its page, and where nothing keeps it from the daemon's files that of its policy. An access to the missing
+ * part raises SIGBUS, in the daemon too. The handler maps zeros there: a policy without a share. */
 
-static struct guard_job *_Atomic shielded[GUARD_DEVICES * ARBITER_CONTENDERS];
+#define SHIELDED (GUARD_DEVICES * ARBITER_CONTENDERS)
+static void *_Atomic shielded_jobs[SHIELDED], *_Atomic shielded_policies[SHIELDED];
 static struct sigaction before_us;
+
+/* Maps zeros over the page that has this address; false if it is none of these. */
+static bool mend(void *_Atomic *pages, size_t size, uintptr_t at) {
+  for (unsigned i = 0; i < SHIELDED; i++) {
+    void *page = atomic_load(&pages[i]);
+    if (page == NULL || at < (uintptr_t)page || at - (uintptr_t)page >= size) continue;
+    if (mmap(page, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == page) return true;
+  }
+  return false;
+}
 
 static void on_bus_error(int number, siginfo_t *info, void *context) {
   uintptr_t at = (uintptr_t)info->si_addr;
-  for (unsigned i = 0; i < sizeof shielded / sizeof *shielded; i++) {
-    struct guard_job *job = atomic_load(&shielded[i]);
-    if (job == NULL || at < (uintptr_t)job || at >= (uintptr_t)(job + 1)) continue;
-    if (mmap(job, sizeof *job, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == job) return;
-  }
+  if (mend(shielded_jobs, sizeof(struct guard_job), at) || mend(shielded_policies, sizeof(struct guard_policy), at)) return;
   if (before_us.sa_flags & SA_SIGINFO)
     before_us.sa_sigaction(number, info, context);
   else if (before_us.sa_handler != SIG_DFL && before_us.sa_handler != SIG_IGN)
@@ -57,14 +64,17 @@ static void stand_by(void) {
   (void)sigaction(SIGBUS, &ours, &before_us);
 }
 
-static void shield(struct guard_job *from, struct guard_job *to) {
-  for (unsigned i = 0; i < sizeof shielded / sizeof *shielded; i++) {
-    struct guard_job *there = from;
-    if (atomic_compare_exchange_strong(&shielded[i], &there, to)) return;
+static void shield(void *_Atomic *pages, void *from, void *to) {
+  for (unsigned i = 0; i < SHIELDED; i++) {
+    void *there = from;
+    if (atomic_compare_exchange_strong(&pages[i], &there, to)) return;
   }
 }
 
-void host_forget(struct guard_job *job) { shield(job, NULL); }
+void host_forget(struct guard_policy *policy, struct guard_job *job) {
+  shield(shielded_policies, policy, NULL);
+  shield(shielded_jobs, job, NULL);
+}
 
 static int64_t worked_ns(void) {
   struct timespec spent;
@@ -77,7 +87,7 @@ static void sweep(struct host *host, int64_t now) {
   for (unsigned i = 0; i < GUARD_DEVICES; i++)
     for (uint32_t j = 0; j < host->devices[i].count; j++) {
       struct contender *contender = &host->devices[i].contenders[j];
-      if (now < contender->sweep_ns) continue;
+      if (contender->place != 0 || now < contender->sweep_ns) continue; /* a page once, not for each device */
       int64_t begun = worked_ns();
       (void)ledger_sweep(contender->job, contender->file, 0);
       contender->sweep_ns = now + SWEEP_FACTOR * (worked_ns() - begun);
@@ -217,8 +227,9 @@ bool host_away(struct host *host, uint32_t device, const struct guard_policy *po
   return fits;
 }
 
-bool host_claim(struct guard_job *job, int file, uint32_t pid) {
-  shield(NULL, job);
+bool host_claim(struct guard_policy *policy, struct guard_job *job, int file, uint32_t pid) {
+  shield(shielded_policies, NULL, policy);
+  shield(shielded_jobs, NULL, job);
   return ledger_claim_slot(job, file, 0, pid);
 }
 

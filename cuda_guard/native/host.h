@@ -27,10 +27,10 @@ void host_size(struct host *host, uint32_t device, uint64_t memory, uint64_t for
 /* Records that the job's memory moved to the host, or is to come back: false if there is no space for it, and it stays there. */
 bool host_away(struct host *host, uint32_t device, const struct guard_policy *policy, bool away);
 
-/* Claims the daemon's slot of a job; false if it is taken. From now on the page can be read whatever the job does to its file, until
+/* Claims the daemon's slot of a job; false if it is taken. From now on the pages can be read whatever happens to their files, until
  * host_forget. */
-bool host_claim(struct guard_job *job, int file, uint32_t pid);
-void host_forget(struct guard_job *job);
+bool host_claim(struct guard_policy *policy, struct guard_job *job, int file, uint32_t pid);
+void host_forget(struct guard_policy *policy, struct guard_job *job);
 
 /* Sets the units that the daemon charges a job in addition to its processes; negative if they charge too much. */
 bool host_correct(struct guard_job *job, uint32_t place, int64_t units);

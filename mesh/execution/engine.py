@@ -43,7 +43,8 @@ class BadImage(EngineError):
 class Injection(msgspec.Struct, frozen=True):
     """Additions of the node to a guest that uses GPUs under its guard.
 
-    `env` serves a guest that sees the machine's own files, `mounts` one with a root file system of its own.
+    `env` serves a guest that sees the machine's own files. `mounts` are all files that it needs; such a guest sees each at its
+    source, one with a root file system of its own at its target.
     """
 
     env: dict[str, str] = {}

@@ -230,7 +230,7 @@ class NodeGuard:
                 raise EngineError(f"its share of a GPU could not be enforced: {error}") from error
             log.warning("job %s has whole GPUs and is not guarded: %s", launch.job[:8], error)
             return None
-        mounts = guarded.container_mounts(self._guard.driver) if own_root else ()
+        mounts = guarded.container_mounts(self._guard.driver) if own_root else guarded.process_files()
         injection = Injection(env={} if own_root else guarded.process_env(), mounts=mounts)
         self._tenants.append(Tenant(name, launch, guarded, injection, self._ended))
         return self._tenants[-1]

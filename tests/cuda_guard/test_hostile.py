@@ -1,6 +1,7 @@
 """A job that corrupts its shared page can only harm itself, not the daemon or the accounts of others."""
 
 import ctypes
+import multiprocessing
 import os
 import subprocess
 from collections.abc import Callable
@@ -10,10 +11,11 @@ import msgspec
 import pytest
 
 from cuda_guard import guard
-from cuda_guard.build import COMPILE, NATIVE, find_compiler
+from cuda_guard.build import COMPILE, NATIVE, Libraries, find_compiler
 from cuda_guard.page import SLOTS, JobPage
 from mesh.gpus.receipts import DeviceUse, Tally
-from tests.cuda_guard.guests import CONTEXT, MIB, Bench
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench, bench
+from tests.fake.build import Fakes
 from tests.fake.client import Driver
 
 pytestmark = pytest.mark.cc
@@ -38,6 +40,31 @@ def test_truncated_page_affects_no_other_job(make_bench: Callable[..., Bench]) -
 
     machine.run(honest, work)
     assert honest.usage()[0].peak == CONTEXT + MIB
+
+
+def outlive(folder: Path, built: Libraries, fakes: Fakes) -> None:
+    """Be a daemon whose job truncates its policy."""
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        driver.launch(driver.kernel("k_1ms"))
+        driver.cuCtxSynchronize()
+
+    with bench(folder, built, fakes) as machine:
+        liar, honest = machine.job(share=50), machine.job(share=40)
+        os.truncate(liar.pages.directory / "policy", 0)
+        liar.set_gate(True)
+        liar.set_share(0, 20, 20)
+        machine.run(honest, work)
+        assert liar.usage()[0].memory == 0 and honest.usage()[0].launches == 1
+
+
+def test_truncated_policy_ends_no_daemon(folder: Path, built: Libraries, fakes: Fakes) -> None:
+    """A guest that nothing keeps from the daemon's files can truncate its policy, too."""
+    daemon = multiprocessing.get_context("fork").Process(target=outlive, args=(folder, built, fakes))
+    daemon.start()
+    daemon.join()
+    assert daemon.exitcode == 0
 
 
 def test_page_flooded_with_locks_is_not_read(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,8 @@ async def test_pages_are_removed_with_daemon(driver: Path, tmp_path: Path) -> No
         assert watched.told == [""] and list((tmp_path / "pages").iterdir()) == []
         first, second = (watched.guard.admit(launch(SHARE), own_root=False) for _ in range(2))
         assert first is not None and second is not None and watched.guard.tenant("j" * 26) is second
-        assert first.injection.mounts == () and len(list((tmp_path / "pages").iterdir())) == 2
+        writable = [mount.source.name for mount in first.injection.mounts if not mount.read_only]
+        assert writable == ["job"] and len(list((tmp_path / "pages").iterdir())) == 2
         first.release()
         first.set_gate(True, "too late to matter")
         assert watched.guard.tenants == [second]

@@ -15,6 +15,7 @@ from cuda_guard.build import find_compiler
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.engine import EngineError
 from mesh.execution.process.engine import ProcessEngine
+from mesh.execution.process.sandbox import Sandbox
 from mesh.gpus.guarded_engine import GuardedEngine
 from mesh.util.boottime import boot_s
 from placement.advert import Portion
@@ -22,7 +23,7 @@ from tests.container_images import busybox_image
 from tests.execution.bench import Bench
 from tests.fake.build import build
 from tests.fake.world import World
-from tests.guards import WAIT_S, Watched, gpu, use_driver
+from tests.guards import WAIT_S, Watched, built, gpu, use_driver
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -212,6 +213,34 @@ async def test_guard_precedes_job_preload(lab: Lab) -> None:
     assert re.search(rf"\[{guard}:/nowhere/mine.so\] /\S+/pages/j+-0\n", log)
     await lab.start("sh", "-c", 'echo "no GPU [$LD_PRELOAD$MESH_GUARD_DIR]"')
     assert "no GPU []" in await lab.end()
+
+
+REACHES = """
+for file in $(echo $LD_PRELOAD | tr : ' ') $MESH_GUARD_DIR/policy; do
+  cat $file > /dev/null && echo reads
+  true >> $file && echo writes
+  rm -f $file && echo removes
+done
+true >> $MESH_GUARD_DIR/job && echo its page
+grep -c /libcuda.so.1 /proc/self/maps
+"""
+
+
+async def test_sandboxed_guest_writes_neither_the_guard_nor_its_policy(lab: Lab) -> None:
+    """The guard's libraries are preloaded by the guests of other users, too."""
+    pages, libraries = lab.root.parent / "pages", built().cuda.parent
+    sandbox = Sandbox(lab.root.parent / "home", [pages, libraries.parent], os.environ)
+    inner = ProcessEngine(sandbox=sandbox)
+    if not (await inner.availability()).isolation.startswith("its own process, mount"):
+        pytest.skip("no mount namespaces here")
+    lab.engine = GuardedEngine(inner, lab.watched.guard)
+    before = {file: file.read_bytes() for file in libraries.iterdir()}
+    (lab.root.parent / "home").mkdir()
+    lines = (await lab.output(REACHES, gpus=(lab.portion(),))).splitlines()
+    assert lines.count("reads") == 5 and not {"writes", "removes"} & set(lines), lines
+    assert "its page" in lines and lines[-1] != "0", "it writes its own page, and has loaded the guard"
+    assert before == {file: file.read_bytes() for file in libraries.iterdir()}
+    await inner.close()
 
 
 async def test_share_never_runs_unguarded(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:

@@ -210,7 +210,7 @@ class ProcessEngine:
 
     def _reads(self, launch: Launch) -> list[str]:
         """Return the paths that the guest may only read."""
-        return [shown.source for shown in launch.data]
+        return [shown.source for shown in launch.data] + _injected_files(launch, read_only=True)
 
     def _prepared(self, launch: Launch, env: Mapping[str, str]) -> tuple[dict[str, Any] | None, GuestGroup | None]:
         """Return what the guest sees (`sandbox.enter`) and its new control groups. EngineError if it must not start."""
@@ -452,8 +452,11 @@ def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:
 def _own(launch: Launch) -> list[Path]:
     """Return the paths of the attempt, and of the node's guard, that the guest may write."""
     own = [launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir]
-    own += [path for value in launch.injection.env.values() for path in value.split(":") if path.startswith("/")]
-    return [Path(path) for path in own]
+    return [Path(path) for path in own + _injected_files(launch, read_only=False)]
+
+
+def _injected_files(launch: Launch, read_only: bool) -> list[str]:
+    return [str(mount.source) for mount in launch.injection.mounts if mount.read_only == read_only]
 
 
 def _group(launch: Launch) -> GuestGroup | None:
