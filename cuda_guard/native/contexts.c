@@ -2,7 +2,6 @@
 #include "memory.h"
 
 static struct table contexts = TABLE_EMPTY; /* context, or PRIMARY of a device -> units; count: retains */
-static struct table greens = TABLE_EMPTY;   /* green context -> link: the context made from it */
 static pthread_mutex_t context_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static int64_t context_units(int device) { return units_for(atomic_load(&guard_policy->allowances[device].context_bytes)); }
@@ -116,21 +115,14 @@ static CUresult destroy(CUresult (*real)(CUcontext), CUcontext context) {
 CUresult cuCtxDestroy(CUcontext context) { return destroy(REAL(cuCtxDestroy), context); }
 CUresult cuCtxDestroy_v2(CUcontext context) { return destroy(REAL(cuCtxDestroy_v2), context); }
 
-/* A context for a part of a device's processors; its allocations belong to the primary context. */
-CUresult cuCtxFromGreenCtx(CUcontext *out, CUgreenCtx green) {
-  CUresult result = REAL(cuCtxFromGreenCtx)(out, green);
-  if (result == CUDA_SUCCESS) (void)table_put(&greens, (struct entry){.key = id(green), .link = id(*out)});
-  return result;
-}
-
+/* A part of a device's processors has a context for its streams; its allocations belong to the primary context. */
 CUresult cuGreenCtxDestroy(CUgreenCtx green) {
-  struct entry entry = table_take(&greens, id(green));
-  if (entry.key != 0) meter_context_ends((CUcontext)(uintptr_t)entry.link);
+  CUcontext context;
+  if (DRIVER(cuCtxFromGreenCtx)(&context, green) == CUDA_SUCCESS) meter_context_ends(context);
   return REAL(cuGreenCtxDestroy)(green);
 }
 
 void contexts_forked(void) {
   table_clear(&contexts);
-  table_clear(&greens);
   (void)pthread_mutex_init(&context_mutex, NULL);
 }

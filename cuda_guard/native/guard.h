@@ -46,7 +46,11 @@ typedef uint64_t word;
   _(cuMemPoolGetAttribute, (CUmemoryPool, CUmemPool_attribute, void *))  \
   _(cuDeviceGetGraphMemAttribute, (CUdevice, CUgraphMem_attribute, void *)) \
   _(cuStreamIsCapturing, (CUstream, CUstreamCaptureStatus *))            \
+  _(cuStreamGetCtx, (CUstream, CUcontext *))                             \
+  _(cuThreadExchangeStreamCaptureMode, (CUstreamCaptureMode *))          \
+  _(cuCtxFromGreenCtx, (CUcontext *, CUgreenCtx))                        \
   _(cuEventCreate, (CUevent *, unsigned int))                            \
+  _(cuEventDestroy_v2, (CUevent))                                        \
   _(cuEventRecord, (CUevent, CUstream))                                  \
   _(cuEventElapsedTime, (float *, CUevent, CUevent))
 #define DECLARE(name, parameters)  \
@@ -77,6 +81,10 @@ int guard_device(CUdevice device);
 
 /* The same for the calling thread's context: CUDA_SUCCESS, or the error of a call that needs a context. */
 CUresult guard_current(int *device);
+
+/* Makes a stream's context current, in which its work runs whatever the program's is; true if another one was: then call the other. */
+bool guard_step_into(CUstream stream);
+void guard_step_out(bool stepped);
 
 /* --- wait.c */
 
@@ -126,7 +134,7 @@ void meter_stream_waits(CUstream stream);
 /* The thread's current context has changed. */
 void meter_moved(void);
 
-/* A capture begins or has ended. Captured work is not measured, and nothing is measured during a capture. */
+/* A capture begins or has ended. Captured work is not measured. */
 void meter_capture_begins(void);
 void meter_capture_ended(void);
 bool meter_is_captured(CUstream stream);

@@ -254,6 +254,18 @@ int guard_device(CUdevice device) {
   return place;
 }
 
+bool guard_step_into(CUstream stream) {
+  CUcontext own = NULL, current = NULL;
+  if (stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD) return false;
+  if (DRIVER(cuStreamGetCtx)(stream, &own) != CUDA_SUCCESS || DRIVER(cuCtxGetCurrent)(&current) != CUDA_SUCCESS) return false;
+  return own != current && REAL(cuCtxPushCurrent_v2)(own) == CUDA_SUCCESS;
+}
+
+void guard_step_out(bool stepped) {
+  CUcontext own;
+  if (stepped) (void)REAL(cuCtxPopCurrent_v2)(&own);
+}
+
 CUresult guard_current(int *device) {
   CUdevice current;
   CUresult result = DRIVER(cuCtxGetDevice)(&current);

@@ -59,6 +59,7 @@ enum reaper { REAPER_NONE, REAPER_RUNS, REAPER_ENDED };
 __thread struct thread meter_thread;
 static __thread bool known; /* to the key that ends it */
 static pthread_key_t self_key;
+static bool has_key; /* a program may have used them all up */
 static pthread_once_t key_once = PTHREAD_ONCE_INIT, exit_once = PTHREAD_ONCE_INIT;
 static struct context *_Atomic contexts;
 static pthread_mutex_t contexts_mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -71,23 +72,40 @@ static _Atomic uint32_t reaper_sleeps, progress; /* futex words */
 
 /* --- what is told to the job page */
 
-static struct guard_use *use_of(const struct context *context) { return &guard_job->uses[context->device]; }
+static struct guard_use *use_of(int device) { return &guard_job->uses[device]; }
 
-static _Atomic int64_t *under_way(const struct context *context) {
+static _Atomic int64_t *under_way(int device) {
   static _Atomic int64_t nowhere[GUARD_DEVICES];
   int slot = guard_slot();
-  return slot < 0 ? &nowhere[context->device] : &guard_job->table[slot].under_way[context->device];
+  return slot < 0 ? &nowhere[device] : &guard_job->table[slot].under_way[device];
 }
 
-static void spend(const struct context *context, int64_t ns) {
-  struct guard_rate rate = rate_of(&guard_policy->allowances[context->device]);
-  bucket_spend(&rate, &use_of(context)->spent_ns, ns, now_ns());
+static void spend(int device, int64_t ns) {
+  struct guard_rate rate = rate_of(&guard_policy->allowances[device]);
+  bucket_spend(&rate, &use_of(device)->spent_ns, ns, now_ns());
 }
 
-static void count(const struct context *context, int64_t busy_ns, uint64_t launches) {
-  atomic_fetch_add(&use_of(context)->busy_ns, (uint64_t)busy_ns);
-  atomic_fetch_add(&use_of(context)->launches, launches);
-  atomic_store(&use_of(context)->last_launch_ns, now_ns());
+static void count(int device, int64_t busy_ns, uint64_t launches) {
+  atomic_fetch_add(&use_of(device)->busy_ns, (uint64_t)busy_ns);
+  atomic_fetch_add(&use_of(device)->launches, launches);
+  atomic_store(&use_of(device)->last_launch_ns, now_ns());
+}
+
+/* --- contexts are held while their lanes and marks are looked at */
+
+/* Beside a capture that minds it, a thread may ask about events only in the relaxed mode (CUDA Driver API,
+ * cuThreadExchangeStreamCaptureMode). Returns the mode to go back to. */
+static CUstreamCaptureMode hold(struct context *context) {
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  (void)pthread_mutex_lock(&context->mutex);
+  if (atomic_load(&meter_captures) > 0 && DRIVER(cuThreadExchangeStreamCaptureMode)(&mode) != CUDA_SUCCESS)
+    mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  return mode;
+}
+
+static void let_go(struct context *context, CUstreamCaptureMode mode) {
+  if (mode != CU_STREAM_CAPTURE_MODE_RELAXED) (void)DRIVER(cuThreadExchangeStreamCaptureMode)(&mode);
+  (void)pthread_mutex_unlock(&context->mutex);
 }
 
 /* --- marks; the context's mutex is held, and it is current */
@@ -123,8 +141,8 @@ static struct mark take_unmarked(struct lane *lane) {
 static void give_up(struct lane *lane) {
   struct mark part = take_unmarked(lane);
   atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
-  spend(lane->context, part.predicted_ns);
-  count(lane->context, part.predicted_ns, part.launches);
+  spend(lane->context->device, part.predicted_ns);
+  count(lane->context->device, part.predicted_ns, part.launches);
 }
 
 static void reaper_wake(void);
@@ -134,7 +152,8 @@ static bool mark_lane(struct lane *lane, bool fresh, struct prediction *sample) 
   struct context *context = lane->context;
   struct mark *mark = mark_make(context);
   if (mark == NULL || mark->event == NULL || DRIVER(cuEventRecord)(mark->event, lane->stream) != CUDA_SUCCESS) {
-    if (mark != NULL) mark_spare(context, mark);
+    if (mark != NULL && mark->event != NULL) (void)DRIVER(cuEventDestroy_v2)(mark->event); /* it may fail in every stream */
+    free(mark);
     give_up(lane);
     return false;
   }
@@ -146,9 +165,9 @@ static bool mark_lane(struct lane *lane, bool fresh, struct prediction *sample) 
   mark->from_ns = atomic_load(&lane->begun_ns);
   *lane->end = mark;
   lane->end = &mark->next;
-  atomic_fetch_add(under_way(context), mark->predicted_ns);
-  spend(context, mark->predicted_ns);
-  atomic_store(&use_of(context)->last_launch_ns, mark->made_ns);
+  atomic_fetch_add(under_way(context->device), mark->predicted_ns);
+  spend(context->device, mark->predicted_ns);
+  atomic_store(&use_of(context->device)->last_launch_ns, mark->made_ns);
   reaper_wake();
   return true;
 }
@@ -177,8 +196,8 @@ static void charge(struct lane *lane, const struct mark *mark, int64_t at) {
   if (from > at) from = at;
   int64_t busy = mark->fresh ? 0 : timeline_add(guard_job->timelines[context->device], from, at);
   if (mark->sample != NULL) predict_learn(mark->sample, at - from);
-  spend(context, busy - mark->predicted_ns);
-  count(context, busy, mark->launches);
+  spend(context->device, busy - mark->predicted_ns);
+  count(context->device, busy, mark->launches);
 }
 
 /* Charges what has ended. */
@@ -197,10 +216,10 @@ static void settle(struct lane *lane) {
       charge(lane, mark, at);
       lane->last_ns = at;
     } else { /* an event that a capture or an error has spoilt */
-      count(context, mark->predicted_ns, mark->launches);
+      count(context->device, mark->predicted_ns, mark->launches);
     }
     lane->reached_ns = now;
-    atomic_fetch_sub(under_way(context), mark->predicted_ns);
+    atomic_fetch_sub(under_way(context->device), mark->predicted_ns);
     mark_spare(context, mark);
     atomic_fetch_add(&progress, 1);
   }
@@ -253,12 +272,12 @@ static void thread_ends(void *ended) {
   meter_thread = (struct thread){.turn = NULL};
 }
 
-static void make_key(void) { (void)pthread_key_create(&self_key, thread_ends); }
+static void make_key(void) { has_key = pthread_key_create(&self_key, thread_ends) == 0; }
 
 static struct thread *this_thread(void) {
   if (!known) {
     (void)pthread_once(&key_once, make_key);
-    known = pthread_setspecific(self_key, &meter_thread) == 0;
+    known = has_key && pthread_setspecific(self_key, &meter_thread) == 0;
     meter_thread.random = (uint32_t)(now_ns() >> 4) | 1;
   }
   return known ? &meter_thread : NULL;
@@ -284,7 +303,7 @@ static struct context *context_of(CUcontext handle) {
 static struct thread *arrive(void) {
   CUcontext handle;
   struct thread *thread = this_thread();
-  if (thread == NULL || guard_policy == NULL || atomic_load(&reaper) == REAPER_ENDED) return NULL;
+  if (thread == NULL || guard_policy == NULL) return NULL;
   if (DRIVER(cuCtxGetCurrent)(&handle) != CUDA_SUCCESS || handle == NULL) return NULL;
   if (thread->context == NULL || thread->context->handle != handle || thread->context->gone) {
     thread->context = context_of(handle);
@@ -346,22 +365,21 @@ static int64_t reap_lane(struct lane *lane, int64_t now) {
   return now + (left < LOOK_LEAST_NS ? LOOK_LEAST_NS : left > LOOK_MOST_NS ? LOOK_MOST_NS : left);
 }
 
-/* Nothing is asked or marked during a capture: that could spoil it. Returns when to look again. */
+/* Looks at all contexts; returns when to do so again. */
 static int64_t reap(void) {
   int64_t next = INT64_MAX, now = now_ns();
   uint32_t before = atomic_load(&progress);
   for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next) {
     if (context->gone) continue;
-    (void)pthread_mutex_lock(&context->mutex);
-    bool captures = atomic_load(&meter_captures) != 0, may = !captures && !context->gone && atomic_load(&reaper) == REAPER_RUNS;
+    CUstreamCaptureMode mode = hold(context);
+    bool may = !context->gone && atomic_load(&reaper) == REAPER_RUNS, current = false;
     for (struct lane *lane = context->lanes; may && lane != NULL; lane = lane->next) {
       if (lane->first == NULL && (lane->stream == NULL || atomic_load(&lane->open) == NULL)) continue;
-      if (next == INT64_MAX) may = REAL(cuCtxSetCurrent)(context->handle) == CUDA_SUCCESS;
+      if (!current) current = may = REAL(cuCtxSetCurrent)(context->handle) == CUDA_SUCCESS;
       int64_t soon = may ? reap_lane(lane, now) : INT64_MAX;
       if (soon < next) next = soon;
     }
-    (void)pthread_mutex_unlock(&context->mutex);
-    if (captures) next = now + LOOK_MOST_NS;
+    let_go(context, mode);
   }
   if (atomic_load(&progress) != before) (void)syscall(SYS_futex, &progress, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
   return next;
@@ -388,7 +406,7 @@ static void *reaper_run(void *nothing) {
   }
 }
 
-/* From now on the driver is not called for the meter: the process ends, and the driver with it. */
+/* From now on the reaper calls the driver no more: the process ends, and the driver with it. Who still launches looks for themselves. */
 static void at_exit(void) {
   atomic_store(&reaper, REAPER_ENDED);
   struct timespec until;
@@ -430,38 +448,38 @@ static void reaper_wake(void) {
 static bool is_turn(uint32_t turn) { return (turn & GUARD_TURN_MASK) != GUARD_TURN_WAIT; }
 
 /* Sleeps on a word of the policy, and lets the daemon know that there is somebody who does. */
-static void wait_visibly(const struct context *context, const _Atomic uint32_t *word, uint32_t seen, int64_t until) {
+static void wait_visibly(int device, const _Atomic uint32_t *word, uint32_t seen, int64_t until) {
   int slot = guard_slot();
-  _Atomic uint8_t nowhere, *told = slot < 0 ? &nowhere : &guard_job->table[slot].waiting[context->device];
+  _Atomic uint8_t nowhere, *told = slot < 0 ? &nowhere : &guard_job->table[slot].waiting[device];
   (void)pthread_mutex_lock(&waiting_mutex);
-  atomic_store(told, ++waiting[context->device] > 0);
+  atomic_store(told, ++waiting[device] > 0);
   (void)pthread_mutex_unlock(&waiting_mutex);
   futex_wait(word, seen, until);
   (void)pthread_mutex_lock(&waiting_mutex);
-  atomic_store(told, --waiting[context->device] > 0);
+  atomic_store(told, --waiting[device] > 0);
   (void)pthread_mutex_unlock(&waiting_mutex);
 }
 
 /* Waits for the job's turn or for its allowance, once; true if there was nothing to wait for. */
-static bool may_go_on(const struct context *context) {
-  const struct guard_allowance *allowance = &guard_policy->allowances[context->device];
+static bool may_go_on(int device) {
+  const struct guard_allowance *allowance = &guard_policy->allowances[device];
   int64_t now = now_ns();
   uint32_t seen = atomic_load_explicit(&allowance->turn, memory_order_acquire);
   if (!is_turn(seen) && now - atomic_load(&guard_policy->heartbeat_ns) < TURNS_STALE_NS) {
-    wait_visibly(context, &allowance->turn, seen, guard_policy->devices > 1 ? now + RANK_LOOK_NS : INT64_MAX);
+    wait_visibly(device, &allowance->turn, seen, guard_policy->devices > 1 ? now + RANK_LOOK_NS : INT64_MAX);
     return false;
   }
   seen = atomic_load(&allowance->rate_index);
   struct guard_rate rate = rate_of(allowance);
-  int64_t wait = rate.share_ppm >= GUARD_PPM ? 0 : bucket_wait(&rate, atomic_load(&use_of(context)->spent_ns), now);
-  if (wait > 0) wait_visibly(context, &allowance->rate_index, seen, wait > INT64_MAX - now ? INT64_MAX : now + wait);
+  int64_t wait = rate.share_ppm >= GUARD_PPM ? 0 : bucket_wait(&rate, atomic_load(&use_of(device)->spent_ns), now);
+  if (wait > 0) wait_visibly(device, &allowance->rate_index, seen, wait > INT64_MAX - now ? INT64_MAX : now + wait);
   return wait == 0;
 }
 
 /* The work under way, without what is long overdue: it may wait for something that the program does only after its next launches. The
  * context's mutex is held. */
 static int64_t counted_under_way(struct context *context, int64_t now) {
-  int64_t sum = atomic_load(under_way(context));
+  int64_t sum = atomic_load(under_way(context->device));
   for (struct lane *lane = context->lanes; lane != NULL; lane = lane->next) {
     int64_t of_lane = 0, stalls = lane->first == NULL ? 0 : (now - due_ns(lane)) / STALL_NS;
     for (const struct mark *mark = lane->first; mark != NULL; mark = mark->next) of_lane += mark->predicted_ns;
@@ -511,10 +529,10 @@ static void grant(struct thread *thread, int64_t cost_ns) {
   for (;;) {
     int64_t window = atomic_load(&allowance->window_ns), portion = window / 2 > cost_ns ? window / 2 : cost_ns;
     uint32_t seen = atomic_load(&progress);
-    (void)pthread_mutex_lock(&context->mutex);
-    if (atomic_load(&meter_captures) == 0 && !context->gone) mark_and_settle(context);
+    CUstreamCaptureMode mode = hold(context);
+    if (!context->gone) mark_and_settle(context);
     int64_t now = now_ns(), busy = counted_under_way(context, now);
-    (void)pthread_mutex_unlock(&context->mutex);
+    let_go(context, mode);
     if (completes_a_collective(context)) {
       thread->credit_ns = cost_ns;
       return;
@@ -523,10 +541,10 @@ static void grant(struct thread *thread, int64_t cost_ns) {
       futex_wait(guard_gate, atomic_load(guard_gate), now + RANK_LOOK_NS);
     else
       guard_wait();
-    if (gate_is_closed() || !may_go_on(context)) continue;
-    if (busy <= 0 || busy + portion <= window || atomic_load(&meter_captures) > 0) {
+    if (gate_is_closed() || !may_go_on(context->device)) continue;
+    if (busy <= 0 || busy + portion <= window) {
       thread->credit_ns = portion;
-      atomic_store(&use_of(context)->last_launch_ns, now_ns());
+      atomic_store(&use_of(context->device)->last_launch_ns, now_ns());
       return;
     }
     futex_wait(&progress, seen, now + LOOK_MOST_NS);
@@ -535,12 +553,17 @@ static void grant(struct thread *thread, int64_t cost_ns) {
 
 /* --- launches */
 
-/* Beside a capture no event may be asked about, and elsewhere there may be none to be had: a launch is charged as predicted. */
-static void go_unmeasured(const struct context *context, int64_t cost_ns, bool copies) {
+/* Where no event is to be had, a launch is charged as predicted, and all the time since the last such one on the device at least: that
+ * may have run so long. */
+static void go_unmeasured(int device, int64_t cost_ns, bool copies) {
+  static _Atomic int64_t last_ns[GUARD_DEVICES];
+  int64_t last = atomic_load(&last_ns[device]), since = now_ns() - last;
+  if (last != 0 && cost_ns < since) cost_ns = since;
   do guard_wait();
-  while (!may_go_on(context) || gate_is_closed());
-  spend(context, cost_ns);
-  count(context, cost_ns, !copies);
+  while (!may_go_on(device) || gate_is_closed());
+  atomic_store(&last_ns[device], now_ns());
+  spend(device, cost_ns);
+  count(device, cost_ns, !copies);
 }
 
 static int64_t draw(struct thread *thread, int64_t most) {
@@ -564,31 +587,27 @@ static bool begin(struct lane *lane, CUstream stream, bool alone) {
   return true;
 }
 
-/* The long way: a portion is used up, or this launch is to be measured by itself, or something is in the way. */
-bool meter_enter(CUstream stream, uint64_t key, bool copies) {
-  guard_load();
-  if (meter_is_captured(stream)) return false;
+/* The stream's context is current. */
+static bool enter(CUstream stream, uint64_t key, bool copies) {
+  struct prediction *prediction = predict(key);
+  int64_t known_ns = atomic_load(&prediction->ns), cost = known_ns > 0 ? known_ns : GUESS_NS;
   struct thread *thread = arrive();
+  int device;
+  if (thread == NULL && guard_current(&device) == CUDA_SUCCESS) go_unmeasured(device, cost, copies);
   if (thread == NULL) {
     guard_wait();
     return false;
   }
-  struct prediction *prediction = predict(key);
   struct context *context = thread->context;
-  int64_t known_ns = atomic_load(&prediction->ns), cost = known_ns > 0 ? known_ns : GUESS_NS;
   if (thread->credit_ns < cost || gate_is_closed() || !is_turn(atomic_load(thread->turn))) grant(thread, cost);
-  if (atomic_load(&meter_captures) > 0) {
-    go_unmeasured(context, cost, copies);
-    return false;
-  }
   bool sampled = known_ns == 0 || thread->sample_ns < cost;
   if (sampled) thread->sample_ns = cost + draw(thread, 2 * atomic_load(&guard_policy->allowances[context->device].window_ns));
-  (void)pthread_mutex_lock(&context->mutex);
+  CUstreamCaptureMode mode = hold(context);
   struct lane *lane = lane_of(thread, stream);
   bool alone = sampled || (lane != NULL && lane->sparse > 0), measured = lane != NULL && begin(lane, stream, alone);
-  (void)pthread_mutex_unlock(&context->mutex);
+  let_go(context, mode);
   if (!measured) {
-    go_unmeasured(context, cost, copies);
+    go_unmeasured(context->device, cost, copies);
     return false;
   }
   if (!atomic_load(&lane->begun_ns)) atomic_store(&lane->begun_ns, now_ns()); /* after whatever delayed this thread meanwhile */
@@ -597,32 +616,38 @@ bool meter_enter(CUstream stream, uint64_t key, bool copies) {
   return alone;
 }
 
+/* The long way: a portion is used up, or this launch is to be measured by itself, or something is in the way. */
+bool meter_enter(CUstream stream, uint64_t key, bool copies) {
+  guard_load();
+  if (meter_is_captured(stream)) return false;
+  bool stepped = guard_step_into(stream), alone = enter(stream, key, copies);
+  if (stepped) meter_moved();
+  guard_step_out(stepped);
+  return alone;
+}
+
 /* A first launch loads its code before it begins. */
 void meter_leave(void) {
   struct thread *thread = &meter_thread;
   struct prediction *sampled = thread->sampled;
   if (thread->context == NULL || thread->lane == NULL) return;
-  (void)pthread_mutex_lock(&thread->context->mutex);
+  bool stepped = thread->turn == NULL && guard_step_into(thread->lane->stream);
+  CUstreamCaptureMode mode = hold(thread->context);
   if (sampled != NULL && atomic_load(&sampled->measured) == 0) atomic_store(&thread->lane->begun_ns, now_ns());
   if (is_unmarked(thread->lane)) (void)mark_lane(thread->lane, false, sampled);
-  (void)pthread_mutex_unlock(&thread->context->mutex);
+  let_go(thread->context, mode);
+  guard_step_out(stepped);
 }
 
 /* --- waits */
 
-/* The thread with its current context, if the meter may call the driver for it now; else NULL. */
-static struct thread *looking(void) {
-  struct thread *thread = &meter_thread;
-  if (atomic_load(&meter_captures) > 0 || atomic_load(&contexts) == NULL) return NULL;
-  return thread->turn != NULL && atomic_load(&reaper) != REAPER_ENDED ? thread : arrive();
-}
-
 void meter_look(void) {
-  struct thread *thread = looking();
+  if (atomic_load(&contexts) == NULL) return;
+  struct thread *thread = meter_thread.turn != NULL ? &meter_thread : arrive();
   if (thread == NULL) return;
-  (void)pthread_mutex_lock(&thread->context->mutex);
-  if (atomic_load(&meter_captures) == 0 && !thread->context->gone) mark_and_settle(thread->context);
-  (void)pthread_mutex_unlock(&thread->context->mutex);
+  CUstreamCaptureMode mode = hold(thread->context);
+  if (!thread->context->gone) mark_and_settle(thread->context);
+  let_go(thread->context, mode);
 }
 
 /* --- ends */
@@ -630,9 +655,10 @@ void meter_look(void) {
 /* Ends the stretches of a stream (NULL: of all), by the name that each thread has for its own only this one's. */
 static void end_stretches(CUstream stream, bool for_good) {
   CUcontext current = NULL;
+  bool stepped = stream != NULL && guard_step_into(stream);
   (void)DRIVER(cuCtxGetCurrent)(&current);
   for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next) {
-    (void)pthread_mutex_lock(&context->mutex);
+    CUstreamCaptureMode mode = hold(context);
     for (struct lane *lane = context->lanes; lane != NULL && !context->gone; lane = lane->next) {
       if (stream != NULL && (lane->stream != stream || (stream == CU_STREAM_PER_THREAD && !is_mine(lane)))) continue;
       if (context->handle == current) mark_end(lane);
@@ -640,32 +666,36 @@ static void end_stretches(CUstream stream, bool for_good) {
       atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
       if (for_good) lane_ends(lane);
     }
-    (void)pthread_mutex_unlock(&context->mutex);
+    let_go(context, mode);
   }
+  guard_step_out(stepped);
 }
 
-void meter_stream_ends(CUstream stream) { end_stretches(stream, true); }
+void meter_stream_ends(CUstream stream) {
+  if (atomic_load(&contexts) != NULL) end_stretches(stream, true);
+}
 
+/* Beside a capture it may come to belong to that, as if the capture began with it. */
 void meter_stream_waits(CUstream stream) {
-  if (atomic_load(&meter_captures) == 0 && atomic_load(&contexts) != NULL) end_stretches(stream, false);
+  if (atomic_load(&contexts) != NULL) end_stretches(atomic_load(&meter_captures) > 0 ? NULL : stream, false);
 }
 
 /* The driver ends its events with it. Those who still look at it see that it is gone, so it is kept. */
 void meter_context_ends(CUcontext handle) {
   for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next) {
     if (context->handle != handle || context->gone) continue;
-    (void)pthread_mutex_lock(&context->mutex);
+    CUstreamCaptureMode mode = hold(context);
     for (struct lane *lane = context->lanes; lane != NULL; lane = lane->next) {
       settle(lane);
       for (struct mark *mark = lane->first; mark != NULL; mark = mark->next) {
-        atomic_fetch_sub(under_way(context), mark->predicted_ns);
-        count(context, mark->predicted_ns, mark->launches);
+        atomic_fetch_sub(under_way(context->device), mark->predicted_ns);
+        count(context->device, mark->predicted_ns, mark->launches);
       }
       lane_ends(lane);
       lane->first = NULL;
     }
     context->gone = true;
-    (void)pthread_mutex_unlock(&context->mutex);
+    let_go(context, mode);
   }
 }
 
@@ -673,7 +703,7 @@ void meter_context_ends(CUcontext handle) {
 
 void meter_capture_begins(void) {
   atomic_fetch_add(&meter_captures, 1);
-  end_stretches(NULL, false); /* once this has had every context's lock, no thread asks about events any more */
+  end_stretches(NULL, false); /* once this has had every context's lock, each thread asks about events as one may beside it */
 }
 
 void meter_capture_ended(void) { atomic_fetch_sub(&meter_captures, 1); }

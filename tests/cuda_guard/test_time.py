@@ -281,7 +281,7 @@ def test_stopped_daemon_does_not_block_turns(runners: Runners) -> None:
 # --- capture
 
 
-def test_guard_makes_no_calls_inside_a_capture(make_bench: Callable[..., Bench]) -> None:
+def test_guard_leaves_a_capture_whole(make_bench: Callable[..., Bench]) -> None:
     """HAMi #1360: a call that a capture forbids would invalidate it. Captured launches run later and are charged then."""
     machine = make_bench()
     job = machine.job()
@@ -291,12 +291,12 @@ def test_guard_makes_no_calls_inside_a_capture(make_bench: Callable[..., Bench])
         stream, function = driver.out("cuStreamCreate", 1), driver.kernel("k_1ms")
         for _ in range(10):
             driver.launch(function, stream)
-        asked = machine.world.calls("cuEventQuery"), machine.world.calls("cuEventRecord")
         driver.cuStreamBeginCapture_v2(stream, 0)
         begun = machine.world.calls("cuEventRecord")
         for _ in range(50):
             driver.launch(function, stream)
-        assert machine.world.calls("cuEventQuery") - asked[0] <= 2 and machine.world.calls("cuEventRecord") == begun
+        time.sleep(0.02)  # the reaper looks at what was launched before
+        assert machine.world.calls("cuEventRecord") == begun
         graph = ctypes.c_uint64()
         driver.cuStreamEndCapture(stream, ctypes.byref(graph))
         driver.cuStreamSynchronize(stream)
@@ -313,7 +313,7 @@ def test_guard_makes_no_calls_inside_a_capture(make_bench: Callable[..., Bench])
 
 
 def test_capture_ends_only_on_the_stream_where_it_began(make_bench: Callable[..., Bench]) -> None:
-    """A stream that joined the capture cannot end it, and the guard makes no call that would invalidate it."""
+    """A stream that joined the capture cannot end it. Work beside it is measured by calls that do not invalidate it."""
     machine = make_bench()
     job = machine.job()
 
@@ -328,17 +328,16 @@ def test_capture_ends_only_on_the_stream_where_it_began(make_bench: Callable[...
         asked = machine.world.calls("cuEventQuery")
         for _ in range(100):
             driver.launch(function, other)
-        assert machine.world.calls("cuEventQuery") == asked
+        until(lambda: machine.world.executed_ns(os.getpid()) >= 9_000_000, "the work beside it")
+        time.sleep(0.02)
+        assert machine.world.calls("cuEventQuery") > asked
         driver.cuEventRecord(event, joined)
         driver.cuStreamWaitEvent(origin, event, 0)
         driver.cuStreamEndCapture(origin, ctypes.byref(graph))
-        for _ in range(100):
-            driver.launch(function, other)
         driver.cuCtxSynchronize()
-        assert machine.world.calls("cuEventQuery") > asked, "afterwards work is measured again"
 
     machine.run(job, work)
-    assert job.usage()[0].launches == 200
+    assert job.usage()[0].launches == 100 and job.usage()[0].gpu_s == pytest.approx(0.01, rel=0.3)
 
 
 def test_unmeasurable_work_is_charged_as_predicted(make_bench: Callable[..., Bench]) -> None:

@@ -187,6 +187,7 @@ CUresult stream_create(CUstream *out, struct context *context, unsigned int flag
 
 struct event {
   enum magic magic;
+  const struct context *context;
   unsigned int flags;
   bool recorded;
   uint16_t stamp;

@@ -13,7 +13,7 @@ CUresult cuEventCreate(CUevent *out, unsigned int flags) {
   LOCKED;
   REFUSE_IF(spares == 0 && stamps + 1 == WORLD_STAMPS, CUDA_ERROR_OUT_OF_MEMORY);
   struct event *event = calloc(1, sizeof *event);
-  *event = (struct event){.magic = MAGIC_EVENT, .flags = flags, .stamp = spares > 0 ? spare[--spares] : ++stamps};
+  *event = (struct event){.magic = MAGIC_EVENT, .context = context, .flags = flags, .stamp = spares > 0 ? spare[--spares] : ++stamps};
   *out = (CUevent)event;
   return CUDA_SUCCESS;
 }
@@ -44,6 +44,7 @@ static CUresult record(CUevent handle, CUstream stream_handle, CUstream implied)
   bool capturing;
   REFUSE_IF(!IS(event, EVENT), CUDA_ERROR_INVALID_HANDLE);
   TRY(stream_find(stream_handle, implied, &stream));
+  REFUSE_IF(event->context != stream->context, CUDA_ERROR_INVALID_HANDLE); /* as the Driver API says of cuEventRecord */
   TRY(capture_check(stream, &capturing));
   if (capturing) return capture_record(stream, event);
   const struct world_traits *traits = &driver_world->config.traits;
