@@ -15,6 +15,7 @@
 #define ACTIVE_NS 20000000    /* a job without launches for this long that waits for nothing is idle */
 #define LEAST_PPM 1000        /* smallest share, as a divisor */
 #define LATE_NS 4000000       /* delay until the end of a turn is noticed and its work measured */
+#define RESERVED_TURNS 2 /* for which a gang keeps a device while it waits for another: until a turn there has surely ended */
 #define LONGEST_NS 3600000000000 /* longest plausible work in flight */
 
 static void wake(_Atomic uint32_t *word) { (void)syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
@@ -174,6 +175,23 @@ static bool has_devices(const struct arbiter *arbiter, const struct guard_policy
   return true;
 }
 
+/* A gang that has no time left on one of its devices can use none of them. */
+static bool may_go(const struct arbiter *arbiter, const struct contender *contender, int64_t now_ns) {
+  if (!is_within_allowance(contender, now_ns)) return false;
+  FOR_DEVICES(device, arbiter, contender->policy, GUARD_DEVICES) {
+    if (!is_within_allowance(&device->contenders[place_on(device, contender->policy)], now_ns)) return false;
+  }
+  return true;
+}
+
+/* True while the last work on a device that the gang waits for ends: then it may be the gang's next. */
+static bool is_near(const struct arbiter *arbiter, const struct contender *contender) {
+  FOR_DEVICES(device, arbiter, contender->policy, GUARD_DEVICES) {
+    if (device->draining >= 0) return true;
+  }
+  return false;
+}
+
 static bool wants_anywhere(const struct arbiter *arbiter, const struct contender *contender) {
   if (wants(contender)) return true;
   FOR_DEVICES(device, arbiter, contender->policy, GUARD_DEVICES) {
@@ -189,8 +207,11 @@ static bool is_idle(const struct arbiter *arbiter, const struct contender *conte
 
 static bool is_over(const struct arbiter *arbiter, int64_t now_ns) {
   const struct contender *holder = &arbiter->contenders[arbiter->holder];
-  if (!has_devices(arbiter, holder->policy, GUARD_DEVICES)) return !wants_anywhere(arbiter, holder);
-  if (now_ns - arbiter->began_ns >= arbiter->turn_ns || !is_within_allowance(holder, now_ns)) return true;
+  int64_t held = now_ns - arbiter->began_ns;
+  if (!may_go(arbiter, holder, now_ns)) return true;
+  if (!has_devices(arbiter, holder->policy, GUARD_DEVICES))
+    return !wants_anywhere(arbiter, holder) || (held >= RESERVED_TURNS * arbiter->turn_ns && !is_near(arbiter, holder));
+  if (held >= arbiter->turn_ns) return true;
   if (!is_idle(arbiter, holder, now_ns)) return false;
   FOR_DEVICES(device, arbiter, holder->policy, GUARD_DEVICES) {
     if (device->holder >= 0 && !is_idle(device, &device->contenders[device->holder], now_ns)) return false;
@@ -212,7 +233,7 @@ static int32_t next_in_turn(const struct arbiter *arbiter, int64_t now_ns) {
   for (uint32_t i = 0; i < arbiter->count; i++) {
     const struct contender *contender = &arbiter->contenders[i];
     bool wanted = wants_anywhere(arbiter, contender) || ((int32_t)i == arbiter->holder && under_way(arbiter, contender, now_ns) > 0);
-    if (!wanted || !is_within_allowance(contender, now_ns) || !has_devices(arbiter, contender->policy, arbiter->number)) continue;
+    if (!wanted || !may_go(arbiter, contender, now_ns) || !has_devices(arbiter, contender->policy, arbiter->number)) continue;
     if (next < 0 || contender->virtual_ns < arbiter->contenders[next].virtual_ns) next = (int32_t)i;
   }
   return next;
@@ -227,6 +248,7 @@ static void end_turn(struct arbiter *arbiter, int64_t now_ns) {
 
 static void begin_turn(struct arbiter *arbiter, int64_t now_ns) {
   if (arbiter->holder < 0) return;
+  settle(&arbiter->contenders[arbiter->holder], now_ns); /* for the time for which it was reserved */
   arbiter->began_ns = arbiter->contenders[arbiter->holder].turn_ns = now_ns;
   set_turn(arbiter, arbiter->holder, GUARD_TURN_GO);
 }
@@ -256,11 +278,13 @@ static void take_turns(struct arbiter *arbiter, int64_t now_ns) {
   arbiter->holder = next_in_turn(arbiter, now_ns);
   if (arbiter->holder < 0) return;
   const struct guard_policy *policy = arbiter->contenders[arbiter->holder].policy;
-  arbiter->began_ns = now_ns;
-  if (!has_devices(arbiter, policy, GUARD_DEVICES)) return;
-  begin_turn(arbiter, now_ns);
+  arbiter->began_ns = arbiter->contenders[arbiter->holder].turn_ns = now_ns;
+  bool goes = has_devices(arbiter, policy, GUARD_DEVICES);
+  if (goes) begin_turn(arbiter, now_ns);
   FOR_DEVICES(device, arbiter, policy, GUARD_DEVICES) {
-    if (device->holder == place_on(device, policy)) begin_turn(device, now_ns);
+    if (device->holder != place_on(device, policy)) continue;
+    device->began_ns = now_ns; /* it is one device nearer to its turn */
+    if (goes) begin_turn(device, now_ns);
   }
 }
 

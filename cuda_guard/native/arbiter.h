@@ -7,7 +7,8 @@
  *
  * The turns of a gang, a job on several devices, begin and end together, since its ranks wait for each other on their devices. It is
  * given its devices one after another in the order of their numbers, as resources are to exclude a deadlock (Havender, 1968), and goes
- * once it has all. */
+ * once it has all. While it waits for one, those that it has are charged to it and bounded like a turn, and a gang that may not go on
+ * one of its devices is given none. */
 #ifndef MESH_GUARD_ARBITER_H
 #define MESH_GUARD_ARBITER_H
 

@@ -254,27 +254,45 @@ class Rank:
         self.job.slot.under_way[self.place] = MS if goes or now - use.last_launch_ns < MS else 0
 
 
-@settings(max_examples=10)
-@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=2, max_size=6), st.integers(0, 2**32))
-def test_gangs_go_on_all_their_devices_or_on_none_and_nobody_starves(
-    built: Libraries, jobs: list[set[int]], seed: int
-) -> None:
-    """Jobs on any devices: no two go on one device, a gang goes on all of its devices together, and each goes again and again."""
-    native, rng = load(built.host), random.Random(seed)
+def join(devices: ctypes.Array[Arbiter], job: Job, on: Sequence[int], share_ppm: int) -> None:
+    """Let a job contend for these devices, which are at its places in this order."""
+    for place, number in enumerate(on):
+        device = devices[number]
+        contender = device.contenders[device.count]
+        contender.policy, contender.job = ctypes.addressof(job.policy), ctypes.addressof(job.page)
+        contender.place, contender.share_ppm, contender.limit_ppm = place, share_ppm, share_ppm
+        device.count += 1
+
+
+def machine() -> ctypes.Array[Arbiter]:
     devices = (Arbiter * 16)(*(Arbiter(0, -1, -1, CAP, TURN, IDLE, DRAIN, 0) for _ in range(16)))
-    gangs: list[dict[int, Rank]] = []
-    for on in jobs:
-        job, ranks = Job(100, 100, MS), {}
-        for place, number in enumerate(sorted(on)):
-            device = devices[number]
-            contender = device.contenders[device.count]
-            contender.policy, contender.job = ctypes.addressof(job.policy), ctypes.addressof(job.page)
-            contender.place, contender.share_ppm, contender.limit_ppm = place, PPM, PPM
-            device.count += 1
-            ranks[number] = Rank(job, place)
-        gangs.append(ranks)
     for number, device in enumerate(devices):
         device.devices, device.number = ctypes.addressof(devices), number
+    return devices
+
+
+@settings(max_examples=10)
+@given(
+    st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=2, max_size=6),
+    st.sets(st.integers(0, 5), max_size=2),
+    st.integers(0, 2**32),
+)
+def test_gangs_go_on_all_their_devices_or_on_none_and_nobody_starves(
+    built: Libraries, jobs: list[set[int]], in_debt: set[int], seed: int
+) -> None:
+    """Jobs on any devices: no two go on one device, a gang goes on all of its devices together, and each goes again and again.
+
+    A job that says it has spent more than it ever may, on one of its devices, keeps nobody from going.
+    """
+    native, rng = load(built.host), random.Random(seed)
+    devices = machine()
+    gangs: list[dict[int, Rank]] = []
+    for n, on in enumerate(jobs):
+        job = Job(100, 100, MS)
+        join(devices, job, sorted(on), PPM)
+        gangs.append({number: Rank(job, place) for place, number in enumerate(sorted(on))})
+        if n in in_debt:
+            job.page.uses[len(on) - 1].spent_ns = 2**63 - 1
     now = START
     for _ in range(3):
         for rank in (rank for ranks in gangs for rank in ranks.values()):
@@ -289,7 +307,45 @@ def test_gangs_go_on_all_their_devices_or_on_none_and_nobody_starves(
                     rank.work(now)
             for number in range(4):
                 assert sum(ranks[number].turn == GO for ranks in gangs if number in ranks) <= 1
-        assert all(rank.went for ranks in gangs for rank in ranks.values()), "a job starves"
+        able = [ranks for n, ranks in enumerate(gangs) if n not in in_debt]
+        assert all(rank.went for ranks in able for rank in ranks.values()), "a job starves"
+
+
+@pytest.mark.parametrize("in_debt", [False, True])
+def test_gang_pays_for_the_devices_that_it_keeps_while_it_waits(native: ctypes.CDLL, in_debt: bool) -> None:
+    """It waits for its second device, which three others use, and hardly uses its first. In debt there, it gets neither."""
+    devices, now, tick = machine(), START, MS // 4
+    gang, beside, others = Job(10, 10, MS), Job(80, 80, MS), [Job(30, 30, MS) for _ in range(3)]
+    for job, on in ((gang, [0, 1]), (beside, [0]), *((other, [1]) for other in others)):
+        join(devices, job, on, job.share)
+    ctypes.memmove(ctypes.byref(gang.policy.allowances[1]), ctypes.byref(gang.policy.allowances[0]), 128)
+    if in_debt:
+        gang.page.uses[1].spent_ns = 2**63 - 1
+
+    def work(job: Job, place: int, ns: int) -> int:
+        policy, page = ctypes.addressof(job.policy), ctypes.addressof(job.page)
+        may = job.policy.allowances[place].turn & 3 != WAIT and native.host_wait(policy, page, place, now) == 0
+        job.slot.waiting[place] = not may
+        if not may:
+            return 0
+        native.host_spend(policy, page, place, ns, now)
+        job.page.uses[place].busy_ns += ns
+        job.page.uses[place].last_launch_ns = now
+        return ns
+
+    had = [0, 0]
+    while now < START + 2000 * MS:
+        now += tick
+        for device in devices[:2]:
+            native.arbiter_step(ctypes.byref(device), now)
+            assert not in_debt or device.holder != 0
+        work(gang, 0, tick // 8)
+        had[0] += work(gang, 1, tick)
+        had[1] += work(beside, 0, tick)
+        for other in others:
+            work(other, 0, tick)
+    assert had[0] > 160 * MS or in_debt
+    assert had[1] == pytest.approx(1600 * MS, rel=0.05)
 
 
 def test_names_from_a_job_page_are_sanitized(make_pages: Callable[..., Pages]) -> None:
