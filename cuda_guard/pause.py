@@ -2,12 +2,13 @@
 
 The driver's calls can take minutes, and sometimes never return. So a helper makes them: this module, run as a separate program
 by a bare interpreter (standard library only). It prints one JSON object: `steps` with the duration of each call, and `error`,
-empty on success. States and calls: cuda.h of CUDA 13.0, `cuCheckpointProcess*`.
+empty on success, else with the `states` of the processes. States and calls: cuda.h of CUDA 13.0, `cuCheckpointProcess*`.
 
     RUNNING -- lock --> LOCKED -- checkpoint --> CHECKPOINTED
     RUNNING <- unlock - LOCKED <-- restore ----- CHECKPOINTED
 """
 
+import contextlib
 import ctypes
 import json
 import subprocess
@@ -41,7 +42,14 @@ class Step(TypedDict):
 
 
 class PauseError(RuntimeError):
-    """Suspending or resuming failed; the message gives the reason and the state of the processes."""
+    """Suspending or resuming failed; the message gives the reason.
+
+    `states`: the state that each living process is in now; None if the driver did not say.
+    """
+
+    def __init__(self, text: str, states: dict[int, int] | None = None) -> None:
+        super().__init__(text)
+        self.states = states
 
 
 class Pause:
@@ -58,26 +66,31 @@ class Pause:
         try:
             return self._ask("suspend", pids, timeout)
         except subprocess.TimeoutExpired as error:
-            raise PauseError(f"it took longer than {timeout:g} s; {self._undone(pids, timeout)}") from error
+            raise self._undone(pids, timeout) from error
 
     def resume(self, pids: tuple[int, ...], timeout: float = TIMEOUT_S) -> list[Step]:
         """Restore what `suspend` freed. PauseError leaves them suspended; after a timeout, those run that can."""
         try:
             return self._ask("resume", pids, timeout)
         except subprocess.TimeoutExpired as error:
-            raise PauseError(f"it took longer than {timeout:g} s; {self._undone(pids, timeout)}") from error
+            raise self._undone(pids, timeout) from error
 
-    def _undone(self, pids: tuple[int, ...], timeout: float) -> str:
+    def _undone(self, pids: tuple[int, ...], timeout: float) -> PauseError:
+        """Let the processes run after an order that took too long; return its error."""
+        late = f"it took longer than {timeout:g} s"
         try:
             self._ask("release", pids, timeout)
-        except (PauseError, subprocess.TimeoutExpired) as error:
-            return f"and they could not be released: {error}"
-        return "they run again"
+        except subprocess.TimeoutExpired as error:
+            return PauseError(f"{late}; and they could not be released: {error}")
+        except PauseError as error:
+            return PauseError(f"{late}; and they could not be released: {error}", error.states)
+        return PauseError(f"{late}; they run again", dict.fromkeys(pids, RUNNING))
 
     def _ask(self, order: str, pids: tuple[int, ...], timeout: float) -> list[Step]:
         result = _run(self._driver, order, pids, timeout)
         if result["error"]:
-            raise PauseError(result["error"])
+            states = result.get("states")
+            raise PauseError(result["error"], states and {int(pid): state for pid, state in states.items()})
         steps: list[Step] = result["steps"]
         return steps
 
@@ -223,7 +236,7 @@ def undo(driver: Checkpoints, pids: list[int]) -> str:
 def main() -> None:
     order, path = sys.argv[1], sys.argv[2]
     pids = [int(word) for word in sys.argv[3:] if Path(f"/proc/{word}").exists()]
-    steps, problem = [], ""
+    steps, problem, states, driver = [], "", None, None
     try:
         driver = Checkpoints(path)
         steps = driver.steps
@@ -232,7 +245,9 @@ def main() -> None:
             {"suspend": suspend, "resume": resume, "release": release}[order](driver, pids)
     except (CallError, OSError) as error:
         problem = str(error)
-    print(json.dumps({"steps": steps, "error": problem}))
+        with contextlib.suppress(CallError):
+            states = driver and {pid: driver.state(pid) for pid in pids}
+    print(json.dumps({"steps": steps, "error": problem, "states": states}))
 
 
 if __name__ == "__main__":

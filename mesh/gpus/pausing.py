@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from cuda_guard.pause import Pause, PauseError, Step, available
+from cuda_guard.pause import CHECKPOINTED, Pause, PauseError, Step, available
 from mesh.gpus.tenant import PausingHand, Tenant
 from mesh.util.text import plural
 
@@ -85,7 +85,7 @@ class Pausing:
             try:
                 steps = await asyncio.to_thread(self._pause.resume, tenant.suspended) if tenant.suspended else []
             except PauseError as error:
-                tenant.guarded.release_memory()
+                _stays(tenant, error.states)
                 log.warning("job %s: its GPU memory is not brought back: %s", tenant.job[:8], error)
                 return str(error)
             if tenant.suspended:
@@ -94,6 +94,16 @@ class Pausing:
             tenant.set_gate(False, ENDS[by], "lender")
             tenant.set_gate(False, ENDS[by], by)
             return ""
+
+
+def _stays(tenant: Tenant, states: dict[int, int] | None) -> None:
+    """Record where the memory of a tenant is that could not be resumed. Where the driver does not say, it may be on the GPU."""
+    if states is None:
+        return
+    suspended = tuple(pid for pid, state in states.items() if state == CHECKPOINTED)
+    if suspended and len(suspended) == len(states):
+        tenant.guarded.release_memory()
+    tenant.suspended = suspended
 
 
 def _log(tenant: Tenant, what: str, steps: list[Step]) -> None:

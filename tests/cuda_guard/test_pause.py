@@ -120,8 +120,9 @@ def test_all_stay_suspended_without_enough_memory(
         pausing.suspend(pids)
         with Child(world, hold) as owner:
             owner.hear()
-            with pytest.raises(PauseError, match=r"not enough memory.*they are still suspended"):
+            with pytest.raises(PauseError, match=r"not enough memory.*they are still suspended") as refused:
                 pausing.resume(pids)
+            assert refused.value.states == dict.fromkeys(pids, pause.CHECKPOINTED)
             assert world.used() == HELD
         pausing.resume(pids)
         assert world.used() == 2 * HELD and runs(one) and runs(other)
@@ -160,8 +161,9 @@ def test_hanging_helper_is_killed_and_processes_run_again(
         real = subprocess.Popen
         monkeypatch.setattr(pause.subprocess, "Popen", helper)
         begun = time.monotonic()
-        with pytest.raises(PauseError, match=r"longer than 1.5 s; they run again"):
+        with pytest.raises(PauseError, match=r"longer than 1.5 s; they run again") as late:
             pausing.suspend((child.pid,), timeout=1.5)
+        assert late.value.states == {child.pid: pause.RUNNING}
         assert time.monotonic() - begun < 10 and runs(child)
         assert helpers[0].wait(10) == -signal.SIGKILL
         (tmp_path / "quick").touch()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cuda_guard.pause import PauseError
+from cuda_guard.pause import CHECKPOINTED, RUNNING, PauseError
 from mesh.gpus.pausing import Pausing
 
 
@@ -16,6 +16,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.refuses = False
+        self.states: dict[int, int] | None = {7: CHECKPOINTED, 8: CHECKPOINTED}
         self.asked: list[tuple[str, tuple[int, ...]]] = []
 
     def suspend(self, pids: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -27,7 +28,7 @@ class FakeDriver:
     def _asked(self, what: str, pids: tuple[int, ...]) -> list[dict[str, Any]]:
         self.asked.append((what, pids))
         if self.refuses:
-            raise PauseError("the driver is busy")
+            raise PauseError("the driver is busy", self.states)
         return [{"step": what, "pid": pid, "ms": 1.0} for pid in pids]
 
 
@@ -134,6 +135,21 @@ async def test_tenant_that_cannot_come_back_stays_paused_and_holds_no_memory(wor
     assert "presence" in world.tenant.closed_by and world.tenant.suspended == (7, 8) and not world.tenant.reserved
     asked = [("suspend", (7, 8)), *([("resume", (7, 8))] if reason == "driver" else [])]
     assert world.driver.asked == asked
+
+
+@pytest.mark.parametrize(
+    ("states", "suspended"),
+    [({7: RUNNING, 8: RUNNING}, ()), ({7: RUNNING, 8: CHECKPOINTED}, (8,)), (None, (7, 8))],
+)
+async def test_memory_that_came_back_in_part_stays_reserved(world: World, states: Any, suspended: Any) -> None:
+    """A resume that took too long, after which the driver let go of what it could."""
+    await world.pausing.pause(world.tenant, "owner")
+    world.driver.refuses, world.driver.states = True, states
+    assert await world.pausing.resume(world.tenant, "owner") == "the driver is busy"
+    assert world.tenant.reserved and world.tenant.suspended == suspended and "owner" in world.tenant.closed_by
+    world.driver.refuses = False
+    assert await world.pausing.resume(world.tenant, "owner") == "" and not world.tenant.closed_by
+    assert world.driver.asked[2:] == ([("resume", suspended)] if suspended else [])
 
 
 async def test_tenant_without_a_process_on_a_gpu_is_paused_by_its_gate_alone(world: World) -> None:
