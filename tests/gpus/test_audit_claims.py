@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,3 +100,25 @@ async def test_tenant_that_ended_meanwhile_is_neither_charged_nor_found(released
     assert audit.strangers[GPU_0] == ()
     assert len(tenant.counted) == (0 if released else UNGUARDED_SAMPLES)
     assert set(tenant.overheads) == (set() if released else {0}), "NVML reported the first device alone"
+
+
+async def test_blocked_nvml_is_asked_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver can block a call for ever. What it answers in the end is about another time."""
+    monkeypatch.setattr("mesh.gpus.audit.PATIENCE_S", 0.05)
+    audit, answers, asked, tenant = Audit((GPU_0,), None), Event(), list[int](), FakeTenant({ALIVE: (1, 2)})
+
+    def sample() -> list[DeviceSample]:
+        asked.append(1)
+        assert answers.wait(60)
+        return [DeviceSample(GPU_0, 100, 7)]
+
+    audit._nvml = SimpleNamespace(sample=sample, holders=set)  # type: ignore[assignment]
+    for _ in range(3):
+        assert await audit.look([tenant]) == []  # type: ignore[list-item]
+        assert "NVML does not answer" in audit.problem and len(asked) == 1
+    assert tenant.counted == [()] * 3 and await audit.holders(tenant) == (ALIVE,)  # type: ignore[arg-type]
+    answers.set()
+    await audit.look([tenant])  # type: ignore[list-item]
+    assert audit.problem and len(asked) == 1 and not audit.foreign
+    await audit.look([tenant])  # type: ignore[list-item]
+    assert not audit.problem and len(asked) == 2 and GPU_0 in audit.foreign
