@@ -68,7 +68,7 @@ CUDA = Recipe(
     ),
 )
 NVML = Recipe("libnvidia-ml.so.1", ("stubs.S", "pages.c", "ledger.c", "nvml.c"), ("GUARD_NVML",))
-HOST = Recipe("libmeshguard.so", ("arbiter.c", "lender.c", "ledger.c", "predict.c", "host.c"), exported=True)
+HOST = Recipe("libmeshguard.so", ("arbiter.c", "lender.c", "ledger.c", "host.c"), exported=True)
 # A program that opens `libcuda.so` would get the driver's own, which is not that of the preloaded `libcuda.so.1`.
 CUDA_ALIAS = Recipe("libcuda.so", ("alias.c",), needs=CUDA.name)
 NVML_ALIAS = Recipe("libnvidia-ml.so", ("alias.c",), needs=NVML.name)

@@ -203,10 +203,6 @@ class GuardedJob:
         """Charge the job `overhead` bytes in addition to what its processes charge themselves."""
         self._host.set_overhead(self.pages, place, -(-overhead // UNIT))
 
-    def sweep(self) -> int:
-        """Release the charges of dead processes of the job; return their number."""
-        return self._host.sweep(self.pages)
-
     def close(self) -> None:
         self._host.leave(self.pages)
         self.pages.close()

@@ -98,10 +98,6 @@ class Host:
         """Charge the job `units` in addition to what its processes charge themselves."""
         self._library.host_correct(_address(pages.job), place, units)
 
-    def sweep(self, pages: Pages) -> int:
-        """Release the charges of dead processes of the job; return their number."""
-        return max(0, int(self._library.ledger_sweep(_address(pages.job), pages.job_file, 0)))
-
     def owner(self, pages: Pages, slot: int) -> int:
         """Return the pid, in this process's namespace, of the job's process in a slot; 0 if it is gone."""
         return int(self._library.ledger_owner(pages.job_file, slot))

@@ -2,6 +2,7 @@
 #include "ledger.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 
 /* memory word: units (38 bits) | slot of the last change (8) | low bits of that change's number (18) */
 #define SEQ_BITS 18
@@ -158,14 +159,19 @@ static bool bury(struct guard_job *job, unsigned slot) {
   return true;
 }
 
+static pthread_mutex_t sweeping = PTHREAD_MUTEX_INITIALIZER; /* the file's lock is the process's: it keeps no thread out */
+
+void ledger_forked(void) { (void)pthread_mutex_init(&sweeping, NULL); }
+
 int ledger_sweep(struct guard_job *job, int file, int slot) {
-  if (!take(file, -1)) return -1;
-  int count = 0;
-  for (unsigned i = 1; i < GUARD_SLOTS; i++) {
+  (void)pthread_mutex_lock(&sweeping);
+  int count = take(file, -1) ? 0 : -1;
+  for (unsigned i = 1; i < GUARD_SLOTS && count >= 0; i++) {
     if ((int)i == slot || atomic_load(&job->table[i].pid) == 0 || is_taken(file, i)) continue;
     if (!bury(job, i)) break;
     count++;
   }
-  let_go(file, -1);
+  if (count >= 0) let_go(file, -1);
+  (void)pthread_mutex_unlock(&sweeping);
   return count;
 }

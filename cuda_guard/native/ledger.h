@@ -4,7 +4,8 @@
  * last and the number of that change; before another process overwrites the word it records that number in the first one's slot. So
  * whatever instruction a process was killed at, it is known whether its last change took effect, and a sweep releases exactly what it
  * held (a detectable compare-and-swap: Attiya, Ben-Baruch and Hendler, PODC 2018). The only lock between processes is the sweeper's,
- * which the kernel releases if its holder dies. */
+ * which the kernel releases if its holder dies; a mutex keeps the threads of a process
+ * from sweeping at once. */
 #ifndef MESH_GUARD_LEDGER_H
 #define MESH_GUARD_LEDGER_H
 
@@ -28,8 +29,11 @@ int ledger_claim(struct guard_job *job, int file, unsigned pid);
 /* Claims this slot; false if it is taken. */
 bool ledger_claim_slot(struct guard_job *job, int file, unsigned slot, unsigned pid);
 
-/* Releases what dead processes held; returns their number, or -1 if another sweep is running. `slot`: the caller's, or -1. */
+/* Releases what dead processes held; returns their number, or -1 if another process does. `slot`: the caller's, or -1. */
 int ledger_sweep(struct guard_job *job, int file, int slot);
+
+/* In a forked child. */
+void ledger_forked(void);
 
 /* Returns the pid of a slot's process in the caller's namespace; 0 if it is gone (or is the caller). */
 unsigned ledger_owner(int file, unsigned slot);

@@ -110,6 +110,7 @@ static void *open_driver(void) {
 static void forked(void) {
   atomic_store(&own_slot, -1);
   (void)pthread_mutex_init(&slot_mutex, NULL);
+  ledger_forked();
   memory_forked();
   meter_forked();
 }

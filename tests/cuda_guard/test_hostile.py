@@ -14,7 +14,7 @@ from cuda_guard import guard
 from cuda_guard.build import COMPILE, NATIVE, Libraries, find_compiler
 from cuda_guard.page import SLOTS, JobPage
 from mesh.gpus.receipts import DeviceUse, Tally
-from tests.cuda_guard.guests import CONTEXT, MIB, Bench, bench
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench, bench, sweep
 from tests.fake.build import Fakes
 from tests.fake.client import Driver
 
@@ -28,7 +28,7 @@ def test_truncated_page_affects_no_other_job(make_bench: Callable[..., Bench]) -
     file = liar.pages.directory / "job"
     assert not liar.pages.restore_length()
     os.truncate(file, 0)
-    liar.sweep()
+    sweep(liar)
     assert liar.usage()[0].memory == 0 and liar.charges() == {} and liar.pages.restore_length()
     os.truncate(file, 1 << 30)
     assert liar.pages.restore_length() and file.stat().st_size == ctypes.sizeof(JobPage)
@@ -101,10 +101,10 @@ def test_counter_written_without_end_blocks_no_one(make_bench: Callable[..., Ben
         try:
             assert hammer.stdout and hammer.stdout.readline()
             for _ in range(20):
-                job.sweep()
+                sweep(job)
                 job.set_overhead(0, 1 << 20)
                 job.set_share(0, 50, 50)
         finally:
             hammer.kill()
-    job.sweep()
-    assert job.sweep() == 0
+    sweep(job)
+    assert sweep(job) == 0

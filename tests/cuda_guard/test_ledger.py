@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_guard.build import HOST, Libraries, compile_one, find_compiler
+from cuda_guard.build import COMPILE, HOST, NATIVE, Libraries, compile_one, find_compiler
 from cuda_guard.host import load
 from cuda_guard.page import DEVICES, SLOTS, UNIT, Pages
 
@@ -193,6 +194,18 @@ def test_only_one_process_sweeps_at_a_time(built: Libraries, make_pages: Callabl
     other.join()
     assert swept == -1 and pages.job.table[5].pid == 1
     assert native.ledger_sweep(job, pages.job_file, -1) == 1
+
+
+def test_threads_of_a_process_release_a_dead_one_once(
+    built: Libraries, make_pages: Callable[..., Pages], tmp_path: Path
+) -> None:
+    """A lock of a file is the process's, so it keeps no other thread of it out."""
+    source, program = Path(__file__).parent / "sweepers.c", tmp_path / "sweepers"
+    sources = [str(NATIVE / "ledger.c"), str(source)]
+    options = (*COMPILE, "-DGUARD_CRASH_POINTS", f"-I{NATIVE}")
+    subprocess.run([*find_compiler(), *options, *sources, "-o", str(program)], check=True)
+    done = subprocess.run([program, make_pages().directory / "job"], check=False)
+    assert done.returncode == 0, "the counter is wrong after a sweep by two threads"
 
 
 changes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, DEVICES - 1), st.integers(-LIMIT, LIMIT)), max_size=60)

@@ -24,7 +24,7 @@ from tests.cuda_guard.allocations import (
     pinned,
     refused,
 )
-from tests.cuda_guard.guests import CONTEXT, MIB, Bench
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench, sweep
 from tests.fake.client import Driver
 
 pytestmark = pytest.mark.cc
@@ -119,7 +119,7 @@ def test_both_libraries_of_a_process_share_one_slot(make_bench: Callable[..., Be
 
     guest = machine.start(job, work)
     os.read(reading, 1)
-    job.sweep()
+    sweep(job)
     assert (list(job.charges()), job.pages.memory_used(0)) == ([guest.pid], CONTEXT + 100 * MIB)
     guest.kill(signal.SIGKILL)
     guest.wait()

@@ -19,7 +19,7 @@ from tests.cuda_guard.allocations import (
     context,
     refused,
 )
-from tests.cuda_guard.guests import CONTEXT, MIB, Bench
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench, sweep
 from tests.fake.client import CudaError, Driver
 
 pytestmark = pytest.mark.cc
@@ -122,7 +122,7 @@ def test_eight_processes_racing_for_the_last_memory(make_bench: Callable[..., Be
     assert all(done > 10 and failed > 5 for done, failed in counts), "the processes did race"
     assert len(above) > 1000 and max(above) <= 0
     assert job.usage()[0].peak <= quotas[0]
-    job.sweep()
+    sweep(job)
     assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0
 
 
@@ -214,5 +214,5 @@ def test_200_process_start(make_bench: Callable[..., Bench]) -> None:
     assert job.usage()[0].processes == 200 and job.pages.memory_used(0) == 200 * CONTEXT
     os.write(ready[1], b"." * 200)
     assert all(guest.result() for guest in guests)
-    job.sweep()
+    sweep(job)
     assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from cuda_guard.page import HOST
 from tests.cuda_guard.allocations import OUT_OF_MEMORY, AllocationProp, PoolProps
-from tests.cuda_guard.guests import CONTEXT, MIB, Bench
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench, sweep
 from tests.fake.client import CudaError, Driver
 
 pytestmark = pytest.mark.cc
@@ -65,7 +65,7 @@ def test_each_kind_of_pinned_memory_counts_and_is_refused_beyond_the_limit(
         kind(driver, LIMIT - 2 * MIB)
 
     machine.run(job, work)
-    job.sweep()
+    sweep(job)
     assert job.pages.memory_used(HOST) == 0 and job.pages.job.uses[HOST].refused == 1
 
 
@@ -151,7 +151,7 @@ def test_pinned_memory_stays_exact_when_eight_racing_processes_are_killed(make_b
         guest.kill(signal.SIGKILL)
         guest.wait()
     assert LIMIT // 2 < job.pages.job.uses[HOST].peak * 512 <= LIMIT
-    job.sweep()
+    sweep(job)
     assert job.pages.memory_used(HOST) == 0
 
 
