@@ -10,11 +10,12 @@ static int64_t context_units(int device) { return units_for(atomic_load(&guard_p
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice number) {
   guard_load();
-  int device = guard_device(number);
   if (guard_policy == NULL || out == NULL || number < 0) return REAL(cuDevicePrimaryCtxRetain)(out, number);
-  if (device < 0) return CUDA_ERROR_NOT_PERMITTED;
+  int device;
+  CUresult result = guard_place(number, &device);
+  if (result != CUDA_SUCCESS) return result;
   (void)pthread_mutex_lock(&context_mutex);
-  CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+  result = CUDA_ERROR_OUT_OF_MEMORY;
   bool known = table_count(&contexts, PRIMARY(number), 1).key != 0;
   int64_t units = known ? 0 : context_units(device);
   if (memory_reserve(device, units)) {
@@ -63,7 +64,8 @@ static CUresult before_context(struct charge *charge, const CUcontext *out, CUde
   guard_load();
   *charge = (struct charge){.place = -1};
   if (guard_policy == NULL || out == NULL || number < 0) return CUDA_SUCCESS;
-  if ((charge->place = guard_device(number)) < 0) return CUDA_ERROR_NOT_PERMITTED;
+  CUresult result = guard_place(number, &charge->place);
+  if (result != CUDA_SUCCESS) return result;
   meter_moved();
   charge->units = context_units(charge->place);
   return charge_make(*charge);
@@ -99,6 +101,12 @@ CUresult cuCtxCreate_v4(CUcontext *out, CUctxCreateParams *params, unsigned int 
   return result != CUDA_SUCCESS ? result : after_context(charge, out, REAL(cuCtxCreate_v4)(out, params, flags, device));
 }
 
+CUresult cuCtxAttach(CUcontext *out, unsigned int flags) {
+  CUresult result = REAL(cuCtxAttach)(out, flags);
+  if (result == CUDA_SUCCESS) (void)table_count(&contexts, id(*out), 1);
+  return result;
+}
+
 static CUresult destroy(CUresult (*real)(CUcontext), CUcontext context) {
   meter_context_ends(context);
   struct entry entry = table_take(&contexts, id(context));
@@ -109,6 +117,15 @@ static CUresult destroy(CUresult (*real)(CUcontext), CUcontext context) {
   } else if (entry.key != 0) {
     (void)table_put(&contexts, entry);
   }
+  return result;
+}
+
+/* The last one ends it. */
+CUresult cuCtxDetach(CUcontext context) {
+  struct entry entry = table_get(&contexts, id(context));
+  if (entry.key != 0 && entry.count == 1) return destroy(REAL(cuCtxDetach), context);
+  CUresult result = REAL(cuCtxDetach)(context);
+  if (result == CUDA_SUCCESS) (void)table_count(&contexts, id(context), -1);
   return result;
 }
 

@@ -46,6 +46,7 @@ typedef uint64_t word;
   _(cuMemPoolGetAttribute, (CUmemoryPool, CUmemPool_attribute, void *))  \
   _(cuDeviceGetGraphMemAttribute, (CUdevice, CUgraphMem_attribute, void *)) \
   _(cuStreamIsCapturing, (CUstream, CUstreamCaptureStatus *))            \
+  _(cuStreamGetCaptureInfo, (CUstream, CUstreamCaptureStatus *, cuuint64_t *)) \
   _(cuStreamGetCtx, (CUstream, CUcontext *))                             \
   _(cuThreadExchangeStreamCaptureMode, (CUstreamCaptureMode *))          \
   _(cuCtxFromGreenCtx, (CUcontext *, CUgreenCtx))                        \
@@ -79,6 +80,12 @@ void guard_sweep(void);
 /* Returns the index of a device in the policy, by its UUID; -1 if it is not this job's. */
 int guard_device(CUdevice device);
 
+/* The same: CUDA_SUCCESS, CUDA_ERROR_NOT_PERMITTED for a device that is not this job's, or the driver's error for one that is none. */
+CUresult guard_place(CUdevice device, int *place);
+
+/* Returns this process's number of a device that it has used. */
+CUdevice guard_number(int place);
+
 /* The same for the calling thread's context: CUDA_SUCCESS, or the error of a call that needs a context. */
 CUresult guard_current(int *device);
 
@@ -102,14 +109,17 @@ void memory_settle(void);
 /* Before a graph is launched or uploaded: reserves what its nodes allocate, or returns CUDA_ERROR_OUT_OF_MEMORY. The reservation is
  * passed to memory_after_graph. */
 struct graph_hold {
-  int device;
-  int64_t units;
+  uint32_t places; /* bits of the devices on which it allocates */
+  int64_t units[GUARD_DEVICES];
 };
-CUresult memory_before_graph(CUgraphExec exec, struct graph_hold *hold);
-void memory_after_graph(CUgraphExec exec, struct graph_hold hold, CUresult result);
+CUresult memory_before_graph(CUgraphExec exec, CUstream stream, struct graph_hold *hold);
+void memory_after_graph(CUgraphExec exec, struct graph_hold *hold, CUresult result);
 
-/* Assigns the allocations of the capture that ends here to `graph`. */
-void memory_captured(CUgraph graph);
+/* Returns a name for the capture of a stream; 0 if there is none that can succeed. */
+uint64_t memory_capture(CUstream stream);
+
+/* A capture has ended: assigns its allocations to `graph`, or drops them without one. */
+void memory_captured(uint64_t capture, const CUgraph *graph);
 
 /* Its allocations are being captured again. */
 void memory_recaptured(CUgraph graph);

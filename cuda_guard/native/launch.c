@@ -62,14 +62,15 @@ LAUNCH(cuLaunchGridAsync, (CUfunction function, int width, int height, CUstream 
        legacy_stream(stream), predict_key(function, (uint64_t)width, (uint64_t)height, 1, 0))
 
 static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec exec, CUstream given, CUstream stream) {
+  if (meter_is_captured(stream)) return real(exec, given); /* a node of another graph; one with memory cannot be that */
   struct graph_hold hold;
-  CUresult result = memory_before_graph(exec, &hold);
+  CUresult result = memory_before_graph(exec, stream, &hold);
   if (result != CUDA_SUCCESS) return result;
   uint64_t key = predict_key(exec, 0, 0, 0, 0);
   bool alone = !meter_pass(stream, key, false) && meter_enter(stream, key, false);
   result = real(exec, given);
   if (alone) meter_leave();
-  memory_after_graph(exec, hold, result);
+  memory_after_graph(exec, &hold, result);
   return result;
 }
 
@@ -275,30 +276,21 @@ CUresult cuStreamBeginCaptureToCig_ptsz(CUstream stream, CUstreamCigCaptureParam
   return begun(REAL(cuStreamBeginCaptureToCig_ptsz)(stream, params));
 }
 
-/* `was`: whether the stream was being captured before. It still is if another stream or thread has to end it. */
-static CUresult ended(CUresult result, bool was, CUstream stream, CUgraph *out) {
+/* `was`: whether the stream was being captured before; `capture`: its name. It still is if another stream or thread has to end it. */
+static CUresult ended(CUresult result, bool was, uint64_t capture, CUstream stream, CUgraph *out) {
   if (!was || meter_is_captured(stream)) return result;
   meter_capture_ended();
-  if (result == CUDA_SUCCESS && out != NULL) memory_captured(*out);
+  memory_captured(capture, result == CUDA_SUCCESS ? out : NULL);
   return result;
 }
 
-CUresult cuStreamEndCapture(CUstream stream, CUgraph *out) {
-  bool was = meter_is_captured(legacy_stream(stream));
-  return ended(REAL(cuStreamEndCapture)(stream, out), was, legacy_stream(stream), out);
-}
-
-CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph *out) {
-  bool was = meter_is_captured(own_stream(stream));
-  return ended(REAL(cuStreamEndCapture_ptsz)(stream, out), was, own_stream(stream), out);
-}
-
-CUresult cuStreamEndCaptureToCig(CUstream stream) {
-  bool was = meter_is_captured(legacy_stream(stream));
-  return ended(REAL(cuStreamEndCaptureToCig)(stream), was, legacy_stream(stream), NULL);
-}
-
-CUresult cuStreamEndCaptureToCig_ptsz(CUstream stream) {
-  bool was = meter_is_captured(own_stream(stream));
-  return ended(REAL(cuStreamEndCaptureToCig_ptsz)(stream), was, own_stream(stream), NULL);
-}
+#define END(name, named, parameters, arguments, out)                                 \
+  CUresult name parameters {                                                          \
+    bool was = meter_is_captured(named(stream));                                      \
+    uint64_t capture = was ? memory_capture(named(stream)) : 0;                       \
+    return ended(REAL(name) arguments, was, capture, named(stream), out);             \
+  }
+END(cuStreamEndCapture, legacy_stream, (CUstream stream, CUgraph *out), (stream, out), out)
+END(cuStreamEndCapture_ptsz, own_stream, (CUstream stream, CUgraph *out), (stream, out), out)
+END(cuStreamEndCaptureToCig, legacy_stream, (CUstream stream), (stream), NULL)
+END(cuStreamEndCaptureToCig_ptsz, own_stream, (CUstream stream), (stream), NULL)

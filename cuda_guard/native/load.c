@@ -227,6 +227,8 @@ CUresult cuGetProcAddress_v2(const char *symbol, void **address, int version, cu
 
 /* --- this process in the job */
 
+static _Atomic int numbers[GUARD_DEVICES];
+
 int guard_slot(void) {
   int slot = atomic_load_explicit(&own_slot, memory_order_acquire);
   if (slot >= 0 || guard_job == NULL) return slot;
@@ -242,18 +244,32 @@ int guard_slot(void) {
 
 void guard_sweep(void) { (void)ledger_sweep(guard_job, guard_job_file, atomic_load(&own_slot)); }
 
-int guard_device(CUdevice device) {
+CUresult guard_place(CUdevice device, int *place) {
   static _Atomic int known[64]; /* 0: unknown; else the place + 2, so 1 means none */
-  if (guard_policy == NULL || device < 0) return -1;
-  if (device < 64 && atomic_load(&known[device]) != 0) return atomic_load(&known[device]) - 2;
+  *place = -1;
+  if (guard_policy == NULL || device < 0) return CUDA_ERROR_INVALID_DEVICE;
+  if (device < 64 && atomic_load(&known[device]) != 0) {
+    *place = atomic_load(&known[device]) - 2;
+    return *place >= 0 ? CUDA_SUCCESS : CUDA_ERROR_NOT_PERMITTED;
+  }
   CUuuid uuid;
-  if (DRIVER(cuDeviceGetUuid_v2)(&uuid, device) != CUDA_SUCCESS && DRIVER(cuDeviceGetUuid)(&uuid, device) != CUDA_SUCCESS) return -1;
-  int place = -1;
+  CUresult result = DRIVER(cuDeviceGetUuid_v2)(&uuid, device);
+  if (result != CUDA_SUCCESS) result = DRIVER(cuDeviceGetUuid)(&uuid, device);
+  if (result != CUDA_SUCCESS) return result;
   for (uint32_t i = 0; i < guard_policy->devices && i < GUARD_DEVICES; i++)
-    if (memcmp(guard_policy->allowances[i].uuid, uuid.bytes, sizeof uuid.bytes) == 0) place = (int)i;
-  if (device < 64) atomic_store(&known[device], place + 2);
+    if (memcmp(guard_policy->allowances[i].uuid, uuid.bytes, sizeof uuid.bytes) == 0) *place = (int)i;
+  if (*place >= 0) atomic_store(&numbers[*place], device);
+  if (device < 64) atomic_store(&known[device], *place + 2);
+  return *place >= 0 ? CUDA_SUCCESS : CUDA_ERROR_NOT_PERMITTED;
+}
+
+int guard_device(CUdevice device) {
+  int place;
+  (void)guard_place(device, &place);
   return place;
 }
+
+CUdevice guard_number(int place) { return atomic_load(&numbers[place]); }
 
 bool guard_step_into(CUstream stream) {
   CUcontext own = NULL, current = NULL;
@@ -271,6 +287,5 @@ CUresult guard_current(int *device) {
   CUdevice current;
   CUresult result = DRIVER(cuCtxGetDevice)(&current);
   if (result != CUDA_SUCCESS) return result;
-  *device = guard_device(current);
-  return *device < 0 ? CUDA_ERROR_NOT_PERMITTED : CUDA_SUCCESS;
+  return guard_place(current, device);
 }

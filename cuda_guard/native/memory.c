@@ -35,13 +35,16 @@ void memory_give_back(int place, int64_t units) {
   if (place >= 0) (void)memory_change(place, -units, true);
 }
 
-/* Charges `bytes`; false if the limit forbids it, even after memory of pools and dead processes was released. */
-bool memory_reserve(int place, int64_t units) {
+bool memory_fits(int place, int64_t units) {
   guard_wait();
   if (place < 0 || memory_change(place, units, false)) return true;
   memory_settle();
   guard_sweep();
-  if (memory_change(place, units, false)) return true;
+  return memory_change(place, units, false);
+}
+
+bool memory_reserve(int place, int64_t units) {
+  if (memory_fits(place, units)) return true;
   atomic_fetch_add(&guard_job->uses[place].refused, 1);
   return false;
 }
@@ -78,6 +81,25 @@ CUresult charge_drop(struct table *table, struct entry entry, CUresult result) {
   else if (entry.key != 0)
     (void)table_put(table, entry);
   return result;
+}
+
+/* Managed memory moves to the device that uses it, wherever it is to begin with: it is charged to the current one. */
+CUresult memory_place(const CUmemLocation *where, int type, int *place) {
+  *place = -1;
+  if (guard_policy == NULL) return CUDA_SUCCESS;
+  if (where->type == CU_MEM_LOCATION_TYPE_DEVICE) return guard_place(where->id, place);
+  if (where->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN) return guard_place(where->id & 0xff, place); /* and the part of it */
+  if (type == CU_MEM_ALLOCATION_TYPE_MANAGED) return guard_current(place);
+  if (type != CU_MEM_ALLOCATION_TYPE_PINNED) return CUDA_ERROR_NOT_PERMITTED;
+  switch ((int)where->type) {
+    case CU_MEM_LOCATION_TYPE_HOST:
+    case CU_MEM_LOCATION_TYPE_HOST_NUMA:
+    case CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT:
+      *place = GUARD_HOST;
+      return CUDA_SUCCESS;
+    default:
+      return CUDA_ERROR_NOT_PERMITTED;
+  }
 }
 
 /* --- by address */
@@ -204,10 +226,9 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUme
   static _Atomic uint64_t made;
   guard_load();
   if (out == NULL || prop == NULL || guard_policy == NULL) return REAL(cuMemCreate)(out, bytes, prop, flags);
-  int device = memory_place(&prop->location);
-  if (device < 0) return CUDA_ERROR_NOT_PERMITTED;
-  struct charge charge = {.place = device, .units = units_for(bytes)};
-  CUresult result = charge_make(charge);
+  struct charge charge = {.units = units_for(bytes)};
+  CUresult result = memory_place(&prop->location, prop->type, &charge.place);
+  if (result == CUDA_SUCCESS) result = charge_make(charge);
   if (result != CUDA_SUCCESS) return result;
   result = REAL(cuMemCreate)(out, bytes, prop, flags);
   uint64_t piece = atomic_fetch_add(&made, 1) + 1;
@@ -231,6 +252,15 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   } else {
     (void)table_count(&handles, handle, 1);
   }
+  return result;
+}
+
+/* Whoever has it keeps the memory, unseen, so it stays charged until this process ends. */
+CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                      unsigned long long flags) {
+  CUresult result = REAL(cuMemExportToShareableHandle)(out, handle, type, flags);
+  struct entry entry = table_get(&handles, handle);
+  if (result == CUDA_SUCCESS && entry.key != 0) (void)table_count(&pieces, entry.link, 1);
   return result;
 }
 

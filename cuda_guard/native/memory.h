@@ -12,16 +12,16 @@ bool memory_change(int place, int64_t units, bool whatever_the_limit);
 /* Charges `bytes`; false if the limit forbids it, even after memory of pools and dead processes was released. A negative place is not the
  * job's, and is not charged. */
 bool memory_reserve(int place, int64_t units);
+bool memory_fits(int place, int64_t units); /* the same, and a refusal is not counted */
 void memory_give_back(int place, int64_t units);
 
 static inline void memory_drop(struct entry entry) {
   if (entry.key != 0) memory_give_back(entry.device, entry.units);
 }
 
-/* Returns the place of memory: a device's, GUARD_HOST, or -1 for a device that is not the job's. */
-static inline int memory_place(const CUmemLocation *where) {
-  return where->type == CU_MEM_LOCATION_TYPE_DEVICE ? guard_device(where->id) : GUARD_HOST;
-}
+/* Finds the place of memory: a device's, or GUARD_HOST. CUDA_ERROR_NOT_PERMITTED for a kind of memory or location that is not known, since
+ * it may be on any device. */
+CUresult memory_place(const CUmemLocation *where, int type, int *place);
 
 /* Removes the charges of a context that is gone. */
 void memory_context_gone(uint64_t context);

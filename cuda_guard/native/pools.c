@@ -3,7 +3,6 @@
 
 static struct table pools = TABLE_EMPTY; /* pool -> units charged for what it has reserved */
 static pthread_mutex_t pool_mutex = PTHREAD_MUTEX_INITIALIZER;
-_Atomic int64_t pools_captured;
 static size_t pool_step = CHUNK; /* common divisor of all growth observed so far */
 
 static uint64_t pool_attribute(uint64_t pool, CUmemPool_attribute attribute) {
@@ -55,7 +54,7 @@ static uint64_t unused_in(uint64_t pool) {
 typedef CUresult pool_call(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream);
 
 static CUresult real_async(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
-  (void)pool;
+  (void)pool; /* it is that of the stream's device */
   return REAL(cuMemAllocAsync)(out, bytes, stream);
 }
 
@@ -67,7 +66,7 @@ static CUresult real_from_pool(CUdeviceptr *out, size_t bytes, CUmemoryPool pool
 static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream, int device) {
   if (meter_is_captured(stream)) {
     CUresult result = real(out, bytes, pool, stream);
-    if (result == CUDA_SUCCESS) atomic_fetch_add(&pools_captured, units_for(bytes));
+    if (result == CUDA_SUCCESS) graphs_captured(stream, device, units_for(bytes));
     return result;
   }
   guard_wait();
@@ -111,14 +110,14 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
 }
 
 static CUresult allocate_from_default(CUdeviceptr *out, size_t bytes, CUstream stream) {
-  CUdevice number;
   CUmemoryPool pool;
-  CUresult result = DRIVER(cuCtxGetDevice)(&number);
+  int device;
+  bool stepped = guard_step_into(stream);
+  CUresult result = guard_current(&device);
+  guard_step_out(stepped);
   if (result != CUDA_SUCCESS) return result;
   if (out == NULL) return CUDA_ERROR_INVALID_VALUE;
-  int device = guard_device(number);
-  if (device < 0) return CUDA_ERROR_NOT_PERMITTED;
-  result = REAL(cuDeviceGetMemPool)(&pool, number);
+  result = REAL(cuDeviceGetMemPool)(&pool, guard_number(device));
   return result == CUDA_SUCCESS ? allocate(real_async, out, bytes, pool, stream, device) : result;
 }
 
@@ -157,17 +156,19 @@ static CUresult meet_pool(CUresult result, const CUmemoryPool *pool, int device)
 
 /* Registers a device's pool on first use, only for the job's devices. */
 static CUresult pool_of(CUresult (*real)(CUmemoryPool *, CUdevice), CUmemoryPool *out, CUdevice number) {
-  int device = guard_device(number);
-  if (device < 0 && guard_policy != NULL && number >= 0) return CUDA_ERROR_NOT_PERMITTED;
-  return meet_pool(real(out, number), out, device);
+  guard_load();
+  int device = -1;
+  CUresult result = guard_policy == NULL || number < 0 ? CUDA_SUCCESS : guard_place(number, &device);
+  return result != CUDA_SUCCESS ? result : meet_pool(real(out, number), out, device);
 }
 
 typedef CUresult located_call(CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type);
 
 static CUresult pool_at(located_call *real, CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type) {
-  int device = where != NULL ? memory_place(where) : -1;
-  if (where != NULL && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
-  return meet_pool(real(out, where, type), out, device);
+  guard_load();
+  int device = -1;
+  CUresult result = where == NULL ? CUDA_SUCCESS : memory_place(where, (int)type, &device);
+  return result != CUDA_SUCCESS ? result : meet_pool(real(out, where, type), out, device);
 }
 
 CUresult cuDeviceGetMemPool(CUmemoryPool *out, CUdevice device) { return pool_of(REAL(cuDeviceGetMemPool), out, device); }
@@ -185,9 +186,11 @@ CUresult cuMemGetDefaultMemPool(CUmemoryPool *out, CUmemLocation *where, CUmemAl
 }
 
 CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props) {
-  int device = props != NULL ? memory_place(&props->location) : -1;
-  if (props != NULL && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
-  CUresult result = REAL(cuMemPoolCreate)(out, props);
+  guard_load();
+  int device = -1;
+  CUresult result = props == NULL ? CUDA_SUCCESS : memory_place(&props->location, props->allocType, &device);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuMemPoolCreate)(out, props);
   if (result == CUDA_SUCCESS) (void)table_put(&pools, (struct entry){.key = id(*out), .device = device});
   return result;
 }
@@ -217,5 +220,4 @@ void pools_graph_memory(CUdevice number, int device) {
 void pools_forked(void) {
   table_clear(&pools);
   (void)pthread_mutex_init(&pool_mutex, NULL);
-  atomic_store(&pools_captured, 0);
 }

@@ -6,8 +6,8 @@
 
 #define CHUNK ((size_t)32 << 20) /* step by which the driver's pools grow, until a smaller one is observed */
 
-/* Units of the allocations recorded by captures in progress. */
-extern _Atomic int64_t pools_captured;
+/* An allocation of so many units is recorded by the capture of this stream. */
+void graphs_captured(CUstream stream, int place, int64_t units);
 
 /* After a device's graphs have allocated or released memory: sets the charge to the driver's figure. */
 void pools_graph_memory(CUdevice number, int device);

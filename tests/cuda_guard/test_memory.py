@@ -149,9 +149,103 @@ def test_graph_allocations_count(make_bench: Callable[..., Bench]) -> None:
         driver.cuCtxSynchronize()
         assert job.pages.memory_used(0) == machine.world.memory(os.getpid()) == CONTEXT + 256 * MIB
         assert driver.code("cuGraphLaunch", large, 0) == OUT_OF_MEMORY
-        assert job.pages.memory_used(0) == CONTEXT + 256 * MIB
+        assert job.pages.memory_used(0) == machine.world.memory(os.getpid()) <= CONTEXT + 256 * MIB
+        driver.cuGraphLaunch(small, 0)
+        assert job.pages.memory_used(0) == machine.world.memory(os.getpid()) == CONTEXT + 256 * MIB
+        driver.cuCtxSynchronize()
         driver.cuDeviceGraphMemTrim(0)
         assert job.pages.memory_used(0) == CONTEXT == machine.world.memory(os.getpid())
+
+    machine.run(job, work)
+
+
+class AllocNode(ctypes.Structure):
+    """CUDA_MEM_ALLOC_NODE_PARAMS."""
+
+    _fields_ = (
+        ("props", PoolProps),
+        ("access", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("pointer", ctypes.c_uint64),
+    )
+
+
+def test_graph_is_charged_on_the_device_of_its_memory(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench(devices=2)
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> int:
+        driver.start(1)
+        driver.start(0)
+        graphs = []
+        for size in (256 * MIB, 1024 * MIB):
+            node = AllocNode(props=PoolProps(type=1, location=(DEVICE, 1)), size=size)
+            graphs.append(driver.out("cuGraphCreate", 0))
+            driver.out("cuGraphAddMemAllocNode", graphs[-1], None, 0, ctypes.byref(node))
+        small, large = (driver.out("cuGraphInstantiateWithFlags", graph, 0) for graph in graphs)
+        driver.cuGraphLaunch(small, 0)
+        driver.cuCtxSynchronize()
+        has = [machine.world.memory(os.getpid(), device) for device in (0, 1)]
+        assert [job.pages.memory_used(place) for place in (0, 1)] == has == [CONTEXT, CONTEXT + 256 * MIB]
+        return driver.code("cuGraphLaunch", large, 0)
+
+    assert machine.run(job, work) == OUT_OF_MEMORY
+
+
+def test_graph_that_uses_memory_again_fits_if_its_sum_does_not(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def captured(driver: Driver, *streams: int) -> int:
+        graph, begun = ctypes.c_uint64(), driver.out("cuEventCreate", 0)
+        driver.cuStreamBeginCapture_v2(streams[0], 0)
+        driver.cuEventRecord(begun, streams[0])
+        for stream in streams[1:]:
+            driver.cuStreamWaitEvent(stream, begun, 0)
+        for n in range(12):
+            stream = streams[n % len(streams)]
+            driver.cuMemFreeAsync(driver.out("cuMemAllocAsync", 128 * MIB, stream), stream)
+        for stream in streams[1:]:
+            driver.cuEventRecord(begun, stream)
+            driver.cuStreamWaitEvent(streams[0], begun, 0)
+        driver.cuStreamEndCapture(streams[0], ctypes.byref(graph))
+        return driver.out("cuGraphInstantiateWithFlags", graph, 0)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        streams = [driver.out("cuStreamCreate", 1) for _ in range(8)]
+        one_by_one, side_by_side = captured(driver, streams[0]), captured(driver, *streams)
+        for _ in range(2):
+            driver.cuGraphLaunch(one_by_one, 0)
+        driver.cuCtxSynchronize()
+        assert job.pages.memory_used(0) == machine.world.memory(os.getpid()) == CONTEXT + 128 * MIB
+        assert job.usage()[0].refused == 0
+        assert driver.code("cuGraphLaunch", side_by_side, 0) == OUT_OF_MEMORY
+        assert job.pages.memory_used(0) == machine.world.memory(os.getpid()) <= CONTEXT + 128 * MIB
+
+    machine.run(job, work)
+    assert job.usage()[0].refused == 1
+
+
+def test_failed_capture_is_not_charged_to_the_next_graph(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        stream, graph = driver.out("cuStreamCreate", 1), ctypes.c_uint64()
+        driver.cuStreamBeginCapture_v2(stream, 0)
+        driver.out("cuMemAllocAsync", 900 * MIB, stream)
+        assert driver.code("cuStreamSynchronize", stream) and driver.code(
+            "cuStreamEndCapture", stream, ctypes.byref(graph)
+        )
+        driver.cuStreamBeginCapture_v2(stream, 0)
+        driver.cuMemFreeAsync(driver.out("cuMemAllocAsync", 64 * MIB, stream), stream)
+        driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        uploads = machine.world.calls("cuGraphUpload")
+        driver.cuGraphLaunch(driver.out("cuGraphInstantiateWithFlags", graph, 0), stream)
+        assert machine.world.calls("cuGraphUpload") == uploads, "it fits at once"
 
     machine.run(job, work)
 
@@ -241,6 +335,89 @@ def test_memory_counts_until_its_handle_and_mappings_are_gone(make_bench: Callab
     machine.run(job, work)
 
 
+def test_exported_memory_stays_charged(make_bench: Callable[..., Bench]) -> None:
+    """Who imports it may keep it for ever, and is not charged."""
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        handle, file = driver.out("cuMemCreate", 64 * MIB, ctypes.byref(pinned()), 0), ctypes.c_int()
+        driver.cuMemExportToShareableHandle(ctypes.byref(file), handle, 1, 0)
+        driver.cuMemRelease(handle)
+        assert job.pages.memory_used(0) == CONTEXT + 64 * MIB == machine.world.memory(os.getpid())
+
+    machine.run(job, work)
+
+
+MANAGED = 2  # CU_MEM_ALLOCATION_TYPE_MANAGED
+
+
+@pytest.mark.parametrize("location", [(0, 0), (2, 0), (DEVICE, 0)])
+def test_managed_pool_is_charged_to_a_device_wherever_it_begins(
+    make_bench: Callable[..., Bench], location: tuple[int, int]
+) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA, host_memory=0)
+
+    def work(driver: Driver) -> bool:
+        driver.start()
+        pool = driver.out("cuMemPoolCreate", ctypes.byref(PoolProps(type=MANAGED, location=location)))
+        driver.out("cuMemAllocFromPoolAsync", 64 * MIB, pool, 0)
+        assert job.pages.memory_used(0) == CONTEXT + 64 * MIB == machine.world.memory(os.getpid())
+        return refused(driver, lambda driver, size: driver.out("cuMemAllocFromPoolAsync", size, pool, 0), QUOTA)
+
+    assert machine.run(job, work)
+
+
+@pytest.mark.parametrize(("kind", "location"), [(1, (5, 0)), (1, (7, 0)), (3, (2, 0))])
+def test_memory_of_an_unknown_kind_is_refused(
+    make_bench: Callable[..., Bench], kind: int, location: tuple[int, int]
+) -> None:
+    """It may be on any device."""
+    machine = make_bench()
+
+    def work(driver: Driver) -> list[int]:
+        driver.start()
+        prop, props = AllocationProp(type=kind, location=location), PoolProps(type=kind, location=location)
+        return [
+            driver.code("cuMemCreate", ctypes.byref(ctypes.c_uint64()), 2 * MIB, ctypes.byref(prop), 0),
+            driver.code("cuMemPoolCreate", ctypes.byref(ctypes.c_uint64()), ctypes.byref(props)),
+        ]
+
+    assert machine.run(machine.job(), work) == [NOT_PERMITTED] * 2
+
+
+def test_device_that_is_none_gets_the_error_of_the_driver(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+
+    def work(driver: Driver) -> list[int]:
+        out = ctypes.byref(ctypes.c_uint64())
+        codes = [driver.code("cuDevicePrimaryCtxRetain", out, 0)]
+        driver.cuInit(0)
+        codes += [driver.code(name, out, 99) for name in ("cuDevicePrimaryCtxRetain", "cuDeviceGetDefaultMemPool")]
+        return [*codes, driver.code("cuCtxCreate_v2", out, 0, 99)]
+
+    assert machine.run(machine.job(), work) == machine.run(None, work) == [3, 101, 101, 101]
+
+
+def test_context_ends_with_its_last_detach(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job()
+
+    def work(driver: Driver) -> None:
+        driver.cuInit(0)
+        context = driver.out("cuCtxCreate_v2", 0, 0)
+        driver.out("cuMemAlloc_v2", MIB)
+        assert driver.out("cuCtxAttach", 0) == context
+        driver.cuCtxDetach(context)
+        assert job.pages.memory_used(0) == CONTEXT + MIB
+        driver.cuCtxDetach(context)
+        assert job.pages.memory_used(0) == 0 == machine.world.memory(os.getpid())
+
+    machine.run(job, work)
+
+
 def test_nccl_host_memcreate(make_bench: Callable[..., Bench]) -> None:
     """Host memory is not device memory, and no device is looked up for its number (HAMi #2641)."""
     machine = make_bench()
@@ -317,6 +494,21 @@ def test_each_device_has_its_own_quota(make_bench: Callable[..., Bench]) -> None
         driver.start(1)
         driver.out("cuMemAlloc_v2", 128 * MIB)
         assert (job.pages.memory_used(0), job.pages.memory_used(1)) == (CONTEXT, CONTEXT + 384 * MIB)
+
+    machine.run(job, work)
+
+
+def test_stream_ordered_memory_is_charged_to_the_device_of_its_stream(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench(devices=2)
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start(1)
+        stream = driver.out("cuStreamCreate", 1)
+        driver.start(0)
+        driver.out("cuMemAllocAsync", 64 * MIB, stream)
+        has = [machine.world.memory(os.getpid(), device) for device in (0, 1)]
+        assert [job.pages.memory_used(place) for place in (0, 1)] == has == [CONTEXT, CONTEXT + 64 * MIB]
 
     machine.run(job, work)
 

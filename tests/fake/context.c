@@ -213,6 +213,29 @@ CUresult cuCtxDestroy_v2(CUcontext handle) {
   return CUDA_SUCCESS;
 }
 
+/* From before CUDA 4. */
+
+CUresult cuCtxAttach(CUcontext *out, unsigned int flags) {
+  struct context *context;
+  CALL(cuCtxAttach);
+  REFUSE_IF(out == NULL || flags != 0, CUDA_ERROR_INVALID_VALUE);
+  TRY(context_need(&context));
+  LOCKED;
+  context->retained++;
+  *out = (CUcontext)context;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxDetach(CUcontext handle) {
+  struct context *context = (struct context *)handle;
+  CALL(cuCtxDetach);
+  REFUSE_IF(!IS(context, CONTEXT) || context->primary || context != context_current(), CUDA_ERROR_INVALID_CONTEXT);
+  if (context->retained-- > 1) return CUDA_SUCCESS;
+  stack.depth--;
+  context_end(context);
+  return CUDA_SUCCESS;
+}
+
 struct context *context_of_part(int device, uint32_t part_ppm) {
   struct context *context = calloc(1, sizeof *context);
   if (open_context(context, device, 0) != CUDA_SUCCESS) {

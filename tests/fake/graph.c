@@ -462,8 +462,24 @@ bool graph_ends_with(struct graph *graph, const struct front *front, const struc
   return true;
 }
 
+static bool comes_before(const struct node *first, const struct node *node) {
+  for (size_t i = 0; i < node->count; i++)
+    if (node->after[i] == first || comes_before(first, node->after[i])) return true;
+  return false;
+}
+
+/* Whether memory that the graph has freed before this node is there for it; each is used once. */
+static bool reuses(const struct graph *graph, struct node *node) {
+  for (struct node *n = graph->first; n != NULL; n = n->next) {
+    if (n->type != NODE_FREE || !n->grant->freed_inside || n->grant->device != node->grant->device) continue;
+    if (n->reused || n->grant->size < node->grant->size || !comes_before(n, node)) continue;
+    return n->reused = true;
+  }
+  return false;
+}
+
 static void gather(struct exec *exec, const struct graph *graph) {
-  for (const struct node *node = graph->first; node != NULL; node = node->next) {
+  for (struct node *node = graph->first; node != NULL; node = node->next) {
     if (node->child != NULL) gather(exec, node->child);
     if (node->grant == NULL) continue;
     struct grant ***list = node->type == NODE_ALLOC ? &exec->allocates : &exec->frees;
@@ -471,7 +487,7 @@ static void gather(struct exec *exec, const struct graph *graph) {
     *list = realloc(*list, (*count + 1) * sizeof **list);
     (*list)[(*count)++] = node->grant;
     if (node->type == NODE_ALLOC) {
-      exec->bytes += node->grant->size;
+      if (!reuses(graph, node)) exec->bytes += node->grant->size;
       exec->device = node->grant->device;
     }
   }

@@ -34,6 +34,7 @@ struct node {
   size_t count;
   struct node *next, *copy;
   int64_t end_ns; /* scratch: see end_of */
+  bool reused;    /* of NODE_FREE: a later node has this memory */
 };
 
 struct graph {

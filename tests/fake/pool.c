@@ -97,8 +97,14 @@ static CUresult place_of(const CUmemLocation *location, int *place) {
 CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props) {
   int place;
   CALL(cuMemPoolCreate);
-  REFUSE_IF(out == NULL || props == NULL || props->allocType != 1, CUDA_ERROR_INVALID_VALUE);
-  TRY(place_of(&props->location, &place));
+  REFUSE_IF(out == NULL || props == NULL, CUDA_ERROR_INVALID_VALUE);
+  REFUSE_IF(props->allocType != CU_MEM_ALLOCATION_TYPE_PINNED && props->allocType != CU_MEM_ALLOCATION_TYPE_MANAGED,
+            CUDA_ERROR_INVALID_VALUE);
+  struct context *context = context_current();
+  if (props->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED && props->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+    place = context != NULL ? context->device : 0; /* the worst: all of it is there, as if in use */
+  else
+    TRY(place_of(&props->location, &place));
   LOCKED;
   *out = (CUmemoryPool)new_pool(place, world_granules(driver_world, props->maxSize));
   return CUDA_SUCCESS;

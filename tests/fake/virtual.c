@@ -85,6 +85,19 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   return CUDA_SUCCESS;
 }
 
+/* What it hands out can be read as the memory, and stands for a handle that nobody here releases. */
+CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                      unsigned long long flags) {
+  CALL(cuMemExportToShareableHandle);
+  LOCKED;
+  struct physical *physical = physical_of(handle);
+  REFUSE_IF(out == NULL || physical == NULL || flags != 0, CUDA_ERROR_INVALID_VALUE);
+  REFUSE_IF(type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_NOT_SUPPORTED);
+  physical->handles++;
+  *(int *)out = fcntl(contents, F_DUPFD_CLOEXEC, 0);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle) {
   CALL(cuMemGetAllocationPropertiesFromHandle);
   LOCKED;
