@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from ckptstore.messages import MAX_IDS, encode_ids
+from mesh.api.handlers import peers
 from mesh.api.handlers.peers import PeerHandlers
 from mesh.consensus.messages import MessageError
 
@@ -51,3 +53,16 @@ async def test_refused_message_takes_no_other_of_its_batch_with_it(refused: tupl
     receiver = Receiver()
     assert await receiver.post(b"one", *refused, b"two") == status and receiver.taken == [b"one", b"two"]
     assert receiver.handlers._counters["refused_malformed"] == refused.count(UNKNOWN)
+
+
+def test_longest_answer_about_chunks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[tuple[str, str], Any] = {}
+    monkeypatch.setattr(
+        peers, "bounded", lambda bounds, memory: found.update(bounds) or peers.web.normalize_path_middleware()
+    )
+    receiver = Receiver()
+    data: Any = SimpleNamespace(routes=lambda admit: [])
+    receiver.handlers._data = data
+    receiver.handlers.application()
+    longest = len(encode_ids([number.to_bytes(32) for number in range(MAX_IDS)]))
+    assert found["POST", "/v1/chunks/missing"].answer >= longest
