@@ -141,7 +141,7 @@ async def test_false_status_neither_starts_nor_fails_jobs_that_wait(make_stack: 
             assert job_state(stack.nodes[0], then)["state"] == "pending"
     ok(stack.nodes[0], "cancel", first)  # the last false status is still there
     ended = await asyncio.to_thread(finished, stack.nodes[0], then)
-    assert ended["outcome"]["kind"] == "failed" and "has been cancelled" in ended["outcome"]["detail"]
+    assert ended["outcome"]["kind"] == "failed" and "was cancelled" in ended["outcome"]["detail"]
 
 
 @asynccontextmanager
