@@ -40,8 +40,10 @@ def ask_secret(question: str) -> str:
 def _prompted(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
-    except click.Abort:  # click has no other word for Ctrl-C
-        raise KeyboardInterrupt from None
+    except click.Abort as error:  # click's word for Ctrl-C, and for an input that has ended
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -45,4 +45,4 @@ def test_gangs_take_turns(seed: int) -> None:
 
 def test_no_gang_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Participant, "_give_way", lambda *asked: [])
-    assert compete(6) > 30, "each takes a node that another needs, time and again"
+    assert compete(6) > 12, "each takes a node that another needs, time and again"

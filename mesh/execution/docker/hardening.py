@@ -96,11 +96,12 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits, path: str
         "network_mode": network,
         "ipc_mode": "private",
         "pids_limit": launch.pids,
-        "ulimits": [docker.types.Ulimit(name="core", soft=core_limit(), hard=core_limit())],
         "device_requests": devices,
         "init": traits.init and not launch.system,  # Debian's is a link, and CRIU would mount the link
         "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the only copy
     }
+    if traits.name != "Podman":  # which sets other limits with it, and may not be allowed those (4.3: open files)
+        chosen["ulimits"] = [docker.types.Ulimit(name="core", soft=core_limit(), hard=core_limit())]
     if launch.memory_mib is not None:
         chosen |= {"mem_limit": launch.memory_mib << 20, "memswap_limit": launch.memory_mib << 20}
     if launch.cpus is not None:
