@@ -128,15 +128,17 @@ def test_pause_needs_a_length(state: Path) -> None:
         assert done.exit_code == 2 and "a pause lasts longer than 0s and at most 366d" in done.stderr
 
 
-def test_ctrl_c_at_a_prompt_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*given: Any, **how: Any) -> None:
-        raise click.Abort
+@pytest.mark.parametrize(("ends", "error"), [(KeyboardInterrupt, KeyboardInterrupt), (EOFError, click.Abort)])
+def test_ctrl_c_at_a_prompt_is_an_interruption(
+    ends: type[BaseException], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(text: str) -> str:
+        raise ends
 
-    monkeypatch.setattr("click.termui.prompt", interrupt)
-    monkeypatch.setattr("mesh.cli.output.click.prompt", interrupt)
-    monkeypatch.setattr("mesh.cli.output.click.confirm", interrupt)
+    for read in ("visible_prompt_func", "hidden_prompt_func"):
+        monkeypatch.setattr(f"click.termui.{read}", asked)
     for ask in (ask_secret, confirm):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error):
             ask("?")
 
 
