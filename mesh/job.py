@@ -35,7 +35,7 @@ class Notice:
 
 
 class _File:
-    """What the mesh has last written into a file of the control directory."""
+    """The last content that the mesh wrote into a file of the control directory."""
 
     def __init__(self, name: str, decode: Callable[[dict[str, Any]], Any]) -> None:
         self._name, self._decode = name, decode

@@ -6,7 +6,7 @@ group that the job's user has named after most of the one before was lost.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from membership.identity import NodeId
@@ -18,6 +18,7 @@ from mesh.rpc.client import PeerClient, PeerError
 
 ANSWER_S = 3.0
 LATE_S = 0.3  # for the rest, once a majority has answered: a stopped node never does (own choice)
+LATER_ASKED = 8  # nodes asked whether they are later witnesses (own choice)
 GROUPS_FOLLOWED = 32  # groups followed from the one that replaced the known one (own choice)
 
 Records = Mapping[NodeId, WitnessRecord]
@@ -69,6 +70,12 @@ def is_outdated(present: Present) -> bool:
     """Tell whether a witness knows a later group: then most of those that agreed to it may have lost their disks since."""
     config, records = present
     return any(record.config.order > config.order for record in records)
+
+
+def nodes_to_ask(present: Present | None, named: Iterable[NodeId]) -> tuple[NodeId, ...]:
+    """Return the nodes that may be later witnesses: those of groups that present ones know, then those that statuses name."""
+    known = (node for record in (present[1] if present is not None else ()) for node in record.config.nodes)
+    return tuple(dict.fromkeys([*known, *named]))[:LATER_ASKED]
 
 
 def last_words(present: Present | None, proven: Records, least: int) -> Words:

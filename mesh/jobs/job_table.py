@@ -114,7 +114,7 @@ class JobTable:
 
     def views_of(self, job: bytes) -> list[JobStatus]:
         """Return what this and other nodes say of a job."""
-        return list(self._views.get(job, {}).values())
+        return list(self.views_by_node(job).values())
 
     @property
     def ends(self) -> Mapping[bytes, OutcomeKind]:

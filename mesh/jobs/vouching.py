@@ -16,7 +16,7 @@ from membership.identity import NodeId
 from membership.malformed import MALFORMED
 from membership.trust import TrustStore
 from mesh.checkpoints.pruning import needed_by_all
-from mesh.checkpoints.witness_group import Present, WitnessGroup, Words, is_outdated, last_words
+from mesh.checkpoints.witness_group import Present, WitnessGroup, Words, is_outdated, last_words, nodes_to_ask
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.messages import Accept, Enlist, Introduce, MakeRoom, Start
 from mesh.consensus.participant import Participant
@@ -40,7 +40,6 @@ ANSWER_S = 3.0
 REMEMBERED = 1024  # answers, groups and descriptions (own choice)
 MOST_WAITING = 64  # starts that wait for an answer; more are turned away (own choice)
 AT_ONCE = 16  # starts and manifests judged at the same time (own choice)
-LATER_ASKED = 8  # nodes asked whether they are later witnesses (own choice)
 SPEC_ASKED = 3  # nodes asked for a description, besides the one that brings the manifest (own choice)
 
 Asking = Start | Enlist | Accept | Introduce | MakeRoom  # what the cores cannot judge alone
@@ -164,9 +163,7 @@ class Vouching:
         present = await self._present(job, spec)
         if present is not None and not is_outdated(present):
             return Words(present[1])
-        records = present[1] if present is not None else ()
-        nodes = (*(node for record in records for node in record.config.nodes), *self._named(job))
-        proven = await self._proven(job, spec, tuple(dict.fromkeys(nodes))[:LATER_ASKED])
+        proven = await self._proven(job, spec, nodes_to_ask(present, self._named(job)))
         return last_words(present, proven, len(spec.witnesses))
 
     async def _proven(self, job: bytes, spec: JobSpec, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:

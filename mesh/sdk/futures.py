@@ -396,7 +396,7 @@ class _Packed(Exception):
 
     @cached_property
     def unpacked(self) -> tuple[Any, Exception | None]:
-        """Its value and its exception, one of which is None."""
+        """The value and the exception of the answer; one of them is None."""
         if self.words:
             error = _raised(self.words, self._data)
             error.__cause__ = self.__cause__

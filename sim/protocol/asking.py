@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from membership.identity import NodeId
-from mesh.checkpoints.witness_group import Present, Records, Words, follow_groups, is_outdated, last_words
+from mesh.checkpoints.witness_group import Present, Records, Words, follow_groups, is_outdated, last_words, nodes_to_ask
 from mesh.consensus.effects import WitnessRecord
 from mesh.jobs.authority import Authority
-from mesh.jobs.vouching import LATER_ASKED
 from mesh.model.record import Config
 from mesh.model.spec import JobSpec
 from sim.protocol.checkpoints import StoringNode
@@ -43,10 +42,8 @@ class AskingNode(StoringNode):
             elif present is None and known:
                 self._follow(job, known.pop(0), found)
             else:
-                records = present[1] if present is not None else []
-                nodes = [node for record in records for node in record.config.nodes]
-                nodes += [node for view in self.board.table.views_of(job) for node in view.witnesses]
-                self._records(job, tuple(dict.fromkeys(nodes))[:LATER_ASKED], partial(asked, present))
+                named = (node for view in self.board.table.views_of(job) for node in view.witnesses)
+                self._records(job, nodes_to_ask(present, named), partial(asked, present))
 
         def asked(present: Present | None, answers: Records) -> None:
             witnesses_by = self.authority.witnesses_by

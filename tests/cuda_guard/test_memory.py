@@ -336,7 +336,7 @@ def test_memory_counts_until_its_handle_and_mappings_are_gone(make_bench: Callab
 
 
 def test_exported_memory_stays_charged(make_bench: Callable[..., Bench]) -> None:
-    """Who imports it may keep it for ever, and is not charged."""
+    """Another process may import it and keep it, and is not charged for it."""
     machine = make_bench()
     job = machine.job(memory=QUOTA)
 

@@ -162,7 +162,7 @@ def test_jobs_that_ended_first_leave_room_for_others() -> None:
     world, now = World(), int(time.time() * 1000)
 
     def publish(number: int) -> bool:
-        """Publish a job, of which each second one has ended, in the order of the numbers."""
+        """Publish a numbered job. Every second one has ended, in the order of the numbers."""
         outcome = Outcome("done", "", 0, None, (), now - 100_000 + number) if number % 2 else None
         before = len(world.published)
         world.gossip.publish(view(number.to_bytes(16), outcome=outcome))

@@ -108,17 +108,12 @@ class JobLookup:
         """Return the job with this id, name, prefix of either, or ARRAY_INDEX; MeshError if none or several match."""
         matches = self.find_jobs(text)
         if len(matches) > 1 and matches[0].array is not None:
-            name, labels = (
-                format_job(matches[0].array.array)[:8],
-                [s.array.label for s in matches if s.array is not None],
-            )
-            listed = (
-                ", ".join(labels) if len(labels) <= MOST_LABELS else f"{labels[0]} to {labels[-1]} (`mesh ps {name}`)"
-            )
-            raise MeshError(
-                f"{text!r} is an array of {len(matches)} jobs, {listed}: name one of them, as {name}_{labels[0]}",
-                ExitCode.USAGE,
-            )
+            name = format_job(matches[0].array.array)[:8]
+            labels = [status.array.label for status in matches if status.array is not None]
+            many = len(labels) > MOST_LABELS
+            listed = f"{labels[0]} to {labels[-1]} (`mesh ps {name}`)" if many else ", ".join(labels)
+            words = f"{text!r} is an array of {len(matches)} jobs, {listed}: name one of them, as {name}_{labels[0]}"
+            raise MeshError(words, ExitCode.USAGE)
         return matches[0]
 
     def find_jobs(self, text: str) -> list[JobStatus]:

@@ -51,7 +51,7 @@ from mesh.util.errors import ExitCode, MeshError
 from placement.decision import cannot_ever, replica_order, witness_order
 
 WORKDIR_REPLICAS = 2
-NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_])?")  # of a job, as of a data set
+NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_])?")  # of a job
 LEAST_MEMORY_MIB = 6  # Docker's least
 SUBMITTED_AT_ONCE = 32  # jobs of one array
 LOOK_S = 1.0
@@ -141,10 +141,8 @@ class OutputDelivery:
             failed, words = self._again.failed(job, time.monotonic()), str(error)
             given_up = isinstance(error, MeshError) and error.code == ExitCode.USAGE
             if failed >= GIVEN_UP_AT and time.time() - outcome.ended_unix_ms / 1000 > self._keep_s:
-                given_up, words = (
-                    True,
-                    f"{words}; nodes keep files for {self._keep_s / 86_400:g} days after a job's end",
-                )
+                given_up = True
+                words = f"{words}; nodes keep files for {self._keep_s / 86_400:g} days after a job's end"
             self._problems[job] = words
             if given_up or failed == TOLD_AT:
                 name, trace = format_job(job)[:8], None if isinstance(error, MeshError) else error
