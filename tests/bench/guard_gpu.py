@@ -1,10 +1,8 @@
-"""The guard on a real GPU, beside time slicing and MPS: the questions of `make bench-guard` that need a real driver.
+"""The guard on a real GPU, beside time slicing, MPS and HAMi-core: the questions of `make bench-guard` that need a real driver.
 
 A share is the work of a job in a second, counted in iterations, relative to its work alone in the same round. All arms of a
-comparison run in turn, round after round, with clocks locked where that is allowed; intervals are bootstrapped over rounds. A
-workload that does not fill the GPU alone is not compared. Without a GPU, each row gives the reason. `--python` is a Python with
-frameworks for GPUs; rows that need another one are left out. `--seconds` of each measurement (5), `--rounds` (10). `--only WORDS`
-runs rows with these words. The report is written after each part, so a run can be interrupted.
+comparison run in turn, round after round; intervals are bootstrapped over rounds. A workload that does not fill the GPU alone
+is not compared. Without a GPU, each row gives the reason. The report is written after each part, so it can be interrupted.
 """
 
 import argparse
@@ -19,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +30,13 @@ from cuda_guard.guard import PAGES_ENV, Guard, GuardedJob  # noqa: E402
 from cuda_guard.page import ALONE_WINDOW_MS, WINDOW_MS, Quota  # noqa: E402
 from cuda_guard.pause import Pause, PauseError, Step, available  # noqa: E402
 from cuda_guard.symbols import missing_in_guard  # noqa: E402
+from tests.bench.agents.spin import PER_US_ENV  # noqa: E402
 from tests.bench.guard_harsh import bootstrap, late_steps  # noqa: E402
 from tests.bench.harness import not_run, row, save, write  # noqa: E402
 
 Row = dict[str, Any]
 AREA = "guard-gpu"
-AGENT = Path(__file__).parent / "agents" / "gpu.py"
+AGENTS = Path(__file__).parent / "agents"
 WORKLOADS = (
     "small kernels",
     "long kernels",
@@ -53,8 +52,11 @@ MIXES = ("one of 2 is 10 times longer", "one of 8 is 50 times longer", "one of 5
 SHARES = (45.0, 30.0, 15.0)
 SIZES_GIB = (1, 8, 64)
 QUOTA = 2 << 30
+HAMI_LOCKS = Path("/tmp/vgpulock")  # HAMi-core needs it
 SAMPLE_S = 1.0  # the longest period of NVML's samples (its documentation of nvmlUtilization_t)
 CLOSINGS = 100
+PRIMITIVE_TURNS = 3
+HONEST, HONEST_SHARE = "honest", 60.0
 FULL = 95.0  # per cent: work that fills less of the GPU alone says nothing about shares
 LOCKED = 0.7  # of the highest clock: held under any load (an H200's base clock is 0.69 of it)
 WAIT_S = 180.0
@@ -75,7 +77,16 @@ class Unable(Exception):
 class Machine:
     """A GPU, the Python that works on it, and the guard's pages in `directory`."""
 
-    def __init__(self, directory: Path, python: str, seconds: float, rounds: int, full: float = FULL) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        python: str,
+        seconds: float,
+        rounds: int,
+        full: float = FULL,
+        lock: bool = False,
+        hami: Path | None = None,
+    ) -> None:
         driver = find_driver()
         if driver is None:
             raise Unable("no NVIDIA driver")
@@ -98,19 +109,22 @@ class Machine:
         if has_mig(pynvml, self.device):
             raise Unable("the GPU is in MIG mode (`nvidia-smi -mig 0` disables it)")
         self.nvml, self.driver, self.python, self.seconds = pynvml, driver, python, seconds
-        self.directory, self.rounds, self.full = directory, rounds, full
+        self.directory, self.rounds, self.full, self.hami = directory, rounds, full, hami
         self.clocks: list[int] = []  # MHz, at each measurement
-        self.about["clock"] = self._lock()
+        self._locked = lock
+        self.about["clock"] = self._lock() if lock else "not locked"
         try:
             self.guard = Guard(directory / "pages", libraries(ROOT / "build" / "guard"), driver, (self.uuid,))
         except (BuildError, OSError) as error:
             raise Unable(str(error)) from None
+        self._env: dict[str, str] = {}  # of all agents
+        self._env[PER_US_ENV] = str(self.once("per_us")["per_us"])
         self.unknown: set[str] = set()  # calls that programs looked up
         self._names = (f"job{n}" for n in range(10_000))
         self._filled: dict[str, list[float]] = {}
 
     def _lock(self) -> str:
-        """Lock the clock where this user may; return what it is."""
+        """Lock the clock if this user may; return what it is."""
         nvml = self.nvml
         try:
             most = nvml.nvmlDeviceGetMaxClockInfo(self.device, nvml.NVML_CLOCK_SM)
@@ -135,12 +149,14 @@ class Machine:
         self, *words: str, env: dict[str, str] | None = None, before: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
         """Start an agent; `before` is a command that runs the command after it."""
-        agent = [self.python, str(AGENT)]
-        if words[-1] == "C with a static cudart":
+        agent = [self.python, str(AGENTS / "gpu.py")]
+        if words[0] == HONEST:
+            agent, words = [self.python, str(AGENTS / "honest.py")], words[1:]
+        elif words[-1] == "C with a static cudart":
             agent, words = [str(self._static())], ()
         return subprocess.Popen(
             [*before, *agent, *words],
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **self._env, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -153,7 +169,7 @@ class Machine:
         if compiler is None:
             raise Unable("nvcc is not installed")
         if not path.exists():
-            words = [compiler, "-O2", "-cudart", "static", "-o", path, AGENT.parent / "cudart.cu"]
+            words = [compiler, "-O2", "-cudart", "static", "-o", path, AGENTS / "cudart.cu"]
             subprocess.run(words, check=True, capture_output=True, timeout=WAIT_S)
         return path
 
@@ -161,11 +177,9 @@ class Machine:
     def agents(
         self, workload: str, envs: Sequence[dict[str, str]], before: Sequence[str] = ()
     ) -> Iterator[list["Agent"]]:
-        """Start agents of a workload that are ready and wait for their word."""
+        """Start agents of a workload; they wait for their word."""
         processes = [self.start("work", workload, env=env, before=before) for env in envs]
         try:
-            for process in processes:
-                expect(process)
             yield [Agent(process) for process in processes]
         finally:
             for process in processes:
@@ -173,6 +187,8 @@ class Machine:
 
     def measure(self, agents: Sequence["Agent"], seconds: float | None = None) -> list[dict[str, Any]]:
         """Let the agents work side by side; return their results."""
+        for agent in agents:
+            agent.wait()
         for agent in agents:
             agent.say(str(seconds or self.seconds))
         done = [agent.told() for agent in agents]
@@ -205,10 +221,9 @@ class Machine:
 
     def close(self) -> None:
         self.guard.close()
-        try:
-            self.nvml.nvmlDeviceResetGpuLockedClocks(self.device)
-        except self.nvml.NVMLError:
-            return  # they were not locked
+        if self._locked:
+            with suppress(self.nvml.NVMLError):  # this user may not
+                self.nvml.nvmlDeviceResetGpuLockedClocks(self.device)
 
 
 class Agent:
@@ -216,10 +231,17 @@ class Agent:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
+        self._ready = False
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def wait(self) -> None:
+        """Return when it is ready to work."""
+        if not self._ready:
+            expect(self.process)
+        self._ready = True
 
     def say(self, word: str) -> None:
         say(self.process, word)
@@ -332,7 +354,20 @@ def elastic(machine: Machine, stack: ExitStack) -> list[dict[str, str]]:
     return [stack.enter_context(machine.job(share, 90)).process_env() for share in SHARES]
 
 
-ARMS = {"time slicing": slicing, "MPS": mps, "ours hard": hard, "ours elastic": elastic}
+def hami(machine: Machine, stack: ExitStack) -> list[dict[str, str]]:
+    """Return the environments of HAMi-core, whose library the user has built: one region file for each job, as in a container."""
+    if machine.hami is None:
+        raise Unable("--hami names no library of HAMi-core")
+    home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    HAMI_LOCKS.mkdir(exist_ok=True)
+    common = {"LD_PRELOAD": str(machine.hami), "GPU_CORE_UTILIZATION_POLICY": "FORCE", "LIBCUDA_LOG_LEVEL": "0"}
+    return [
+        {**common, "CUDA_DEVICE_SM_LIMIT": f"{share:g}", "CUDA_DEVICE_MEMORY_SHARED_CACHE": str(home / f"{share:g}")}
+        for share in SHARES
+    ]
+
+
+ARMS = {"time slicing": slicing, "MPS": mps, "HAMi-core": hami, "ours hard": hard, "ours elastic": elastic}
 
 
 def compare(machine: Machine, workload: str) -> list[Row]:
@@ -347,6 +382,14 @@ def compare(machine: Machine, workload: str) -> list[Row]:
                 there[arm] = stack.enter_context(machine.agents(workload, prepare(machine, stack)))
             except Unable as error:
                 rows.append(not_run(share_name(workload, arm), "points", "", str(error)))
+        solo.wait()
+        for arm in list(there):  # they start side by side
+            try:
+                for agent in there[arm]:
+                    agent.wait()
+            except Unable as error:
+                rows.append(not_run(share_name(workload, arm), "points", "", str(error)))
+                del there[arm]
         for _ in range(machine.rounds):
             (alone,) = machine.measure([solo])
             by = alone["by"]
@@ -543,15 +586,16 @@ def quota(machine: Machine) -> list[Row]:
 
 def primitives(machine: Machine) -> list[Row]:
     """Measure what the guard's own calls cost, and when an event that is recorded after a wait is ready."""
-    bare = machine.once("primitives")
+    turns: list[tuple[dict[str, Any], dict[str, Any]]] = []
     with machine.job(window_ms=ALONE_WINDOW_MS) as job:
-        ours = machine.once("primitives", env=job.process_env())
-    rows = [
-        spread(f"{PRIMITIVE}, {name}", ours["calls"][name], "us", goal="", met=None, peer="native", peer_values=values)
-        for name, values in bare["calls"].items()
-    ]
-    ready = spread(READY, bare["ready_us"], "us", goal="", met=None)
-    return [*rows, {**ready, "at_once": bare["at_once"]}]
+        for _ in range(PRIMITIVE_TURNS):
+            turns.append((machine.once("primitives"), machine.once("primitives", env=job.process_env())))
+    rows = []
+    for name in turns[0][0]["calls"]:
+        native, ours = ([value for turn in turns for value in turn[way]["calls"][name]] for way in range(2))
+        rows.append(spread(f"{PRIMITIVE}, {name}", ours, "us", goal="", met=None, peer="native", peer_values=native))
+    ready = spread(READY, [value for bare, _ in turns for value in bare["ready_us"]], "us", goal="", met=None)
+    return [*rows, {**ready, "at_once": statistics.mean(bare["at_once"] for bare, _ in turns)}]
 
 
 def clocks(machine: Machine) -> list[Row]:
@@ -573,7 +617,8 @@ def identity(machine: Machine) -> list[Row]:
         "print(json.dumps(sorted({pair[:2] for pair in misresolved(Driver(sys.argv[1]), Path(sys.argv[2]))})))"
     )
     with machine.job() as job:
-        env = {**os.environ, PAGES_ENV: str(job.pages.directory), "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, PAGES_ENV: str(job.pages.directory), "PYTHONPATH": path}
         words = [sys.executable, "-c", program, str(machine.guard.libraries.cuda), str(machine.driver.cuda)]
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
     if done.returncode:
@@ -593,6 +638,36 @@ def asked(machine: Machine) -> list[Row]:
     """Return the calls of all programs so far that look like memory or work and that the guard does not know."""
     names = sorted(machine.unknown)
     return [{**row(ASKED, [len(names)], "calls", goal="0", met=not names), "names": names}]
+
+
+def honest(machine: Machine) -> list[Row]:
+    """Check that honest programs compute the same with the guard, on all its paths: see tests/cuda_guard/zoo.py."""
+    from tests.cuda_guard import zoo
+
+    ways: list[dict[str, str]] = [{}]
+    found: dict[str, list[subprocess.Popen[str]]] = {}
+    with ExitStack() as stack:
+        ways.append(stack.enter_context(machine.job(HONEST_SHARE)).process_env())
+        for program in zoo.PROGRAMS:
+            name = program.__name__
+            found[name] = [machine.start(HONEST, name, env=env) for env in ways]
+            for process in found[name]:
+                stack.callback(end, process)
+        bare, guarded = ({name: result(both[way]) for name, both in found.items()} for way in range(2))
+    unable = {name: said for name, said in bare.items() if isinstance(said, str)}
+    changed = {name: [bare[name], guarded[name]] for name in bare if name not in unable and bare[name] != guarded[name]}
+    line = row(CHANGED, [len(changed)], f"programs of {len(bare) - len(unable)}", goal="0", met=not changed)
+    return [{**line, "names": changed, "left_out": unable}]
+
+
+def result(process: subprocess.Popen[str]) -> Any:
+    """Return what a program computed, or why it gave nothing."""
+    try:
+        out, errors = process.communicate(timeout=WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"it hung for {WAIT_S:g} s"
+    return json.loads(out) if process.returncode == 0 else reason(process, errors)
 
 
 def mounted(machine: Machine) -> list[Row]:
@@ -700,6 +775,7 @@ IDENTITY = "(name, version) pairs resolved correctly, by the real driver"
 EXPORTS = "calls that the driver exports and the guard does not"
 ASKED = "calls that programs looked up and the guard does not know"
 MOUNTED = "launches counted by the guard, mounted over the driver"
+CHANGED = "honest programs that the guard stops, refuses or changes"
 THREE = "share of 30 %, three processes of one job"
 NCCL = "overhead at 100 %, NCCL on two GPUs"
 STEPPER = "work of a job in steps beside a borrower, of its work alone"
@@ -740,6 +816,7 @@ def parts() -> Iterator[Part]:
         lines = [(name, "s", "") for name in checkpoint_names(gib)]
         yield lines, lambda machine, gib=gib: checkpoint(machine, gib)
     yield [(MOUNTED, "launches", "> 0")], mounted
+    yield [(CHANGED, "programs", "0")], honest
     yield [(PRIMITIVE, "us", ""), (READY, "us", "")], primitives
     yield [(OVER, "bytes", "0")], quota
     yield [(GATED, "times", "<= 1.2 times")], gated
@@ -816,11 +893,13 @@ def usable_python() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (%(default)g)")
+    parser.add_argument("--rounds", type=int, default=10, help="(%(default)d)")
     parser.add_argument("--full", type=float, default=FULL, help="per cent of the GPU that a workload must fill alone")
-    parser.add_argument("--python")
-    parser.add_argument("--only", action="append")
+    parser.add_argument("--lock-clocks", action="store_true", help="lock the clocks; the GPU must be yours alone")
+    parser.add_argument("--hami", type=Path, help="the library that HAMi-core's build makes, to measure beside")
+    parser.add_argument("--python", help="one with frameworks for GPUs; rows that need another one are left out")
+    parser.add_argument("--only", action="append", help="run rows with these words")
     options = parser.parse_args()
     wanted = options.only or [""]
     todo = [part for part in parts() if any(words in line[0] for line in part[0] for words in wanted)]
@@ -829,7 +908,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
         try:
             python = options.python or usable_python()
-            machine = Machine(Path(directory), python, options.seconds, options.rounds, options.full)
+            machine = Machine(
+                Path(directory),
+                python,
+                options.seconds,
+                options.rounds,
+                options.full,
+                options.lock_clocks,
+                options.hami,
+            )
         except Unable as error:
             print(f"{error}: nothing is measured")
             write(AREA, [not_run(*line, str(error)) for lines, _ in todo for line in lines])

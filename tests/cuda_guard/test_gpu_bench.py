@@ -37,6 +37,7 @@ PARTS = (
     "static",
     "NCCL",
     "quota",
+    "honest programs",
     "cost of a call",
     "recorded after",
     "slow steps",
@@ -49,7 +50,7 @@ PARTS = (
 def report(directory: Path, environment: dict[str, str], *options: str) -> dict[str, Any]:
     inherited = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     env = {**inherited, **environment, "PYTHONPATH": str(ROOT)}
-    quick = ["--seconds", "0.1", "--rounds", "2", "--full", "0"]
+    quick = ["--seconds", "0.1", "--rounds", "2", "--full", "0", "--lock-clocks"]
     words = [sys.executable, "-c", PROGRAM, str(directory), *quick, "--python", sys.executable, *options]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -67,6 +68,7 @@ def test_dry_run_on_the_harsh_double_measures_each_available_part(
     assert rows["gate closed -> last kernel done, kernels of 250 us"]["n"] == 5
     assert rows["driver's checkpoint of 1 GiB: lock and checkpoint"]["freed_bytes"] >= 1 << 30
     assert rows["memory over a quota of 2 GiB, by NVML"]["met"]
+    assert set(rows["honest programs that the guard stops, refuses or changes"]["left_out"]) == {"collectives"}
     assert rows["an event recorded after a wait is ready"]["at_once"] < 1  # of 200; all of them on the plain one
     for arm in ("time slicing", "ours hard", "ours elastic"):
         row = rows[f"shares 45/30/15, small kernels, {arm}"]

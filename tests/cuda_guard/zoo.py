@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.cuda_guard.allocations import AllocationProp, pinned
+from tests.cuda_guard.allocations import DEVICE, AllocationProp, pinned
 from tests.cuda_guard.guests import MIB, be_a_guest
 from tests.fake.client import NON_BLOCKING, PER_THREAD, CudaError, Driver, timed
 
@@ -19,6 +19,8 @@ WORDS = 1024
 NOT_READY, NOT_INITIALIZED = 600, 3
 EQ = 1  # CU_STREAM_WAIT_VALUE_EQ
 CAPTURE_RELAXED = 2
+DEVICE_MAP = 2  # CU_MEMHOSTALLOC_DEVICEMAP
+READ_AND_WRITE = (ctypes.c_int * 3)(DEVICE, 0, 3)  # a CUmemAccessDesc with CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -96,6 +98,7 @@ def expandable(driver: Driver) -> list[int]:
         handle = driver.out("cuMemCreate", step, ctypes.byref(prop), 0)
         driver.cuMemMap(at + n * step, step, 0, handle, 0)
         driver.cuMemRelease(handle)
+        driver.cuMemSetAccess(at + n * step, step, ctypes.byref(READ_AND_WRITE), 1)
         sums.append(checked(driver, at + n * step, n))
     driver.cuMemUnmap(at, count * step)
     driver.cuMemAddressFree(at, count * step)
@@ -235,8 +238,10 @@ def by_function(driver: Driver, stream: int) -> Callable[[], object]:
 
 def by_value(driver: Driver, stream: int) -> Callable[[], object]:
     """Stop it until a word in memory has a value, as libraries for communication do."""
-    word = ctypes.c_uint32(0)
-    driver.cuStreamWaitValue32_v2(stream, ctypes.addressof(word), 1, EQ)
+    address = driver.out("cuMemHostAlloc", ctypes.sizeof(ctypes.c_uint32), DEVICE_MAP)
+    word = ctypes.c_uint32.from_address(address)
+    word.value = 0
+    driver.cuStreamWaitValue32_v2(stream, address, 1, EQ)
     return lambda: setattr(word, "value", 1)
 
 

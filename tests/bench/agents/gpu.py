@@ -3,7 +3,7 @@
 gpu.py work WORKLOAD   warms up, prints "ready"; for each line with a number of seconds, works that long and prints the result
 gpu.py hold GIGABYTES  holds this much memory until it reads a line
 gpu.py gate            launches all the time; at each line, prints when its last work before the closed gate ended
-gpu.py NAME            prints the result of `depth`, `primitives`, `quota`, `gated` or `first`
+gpu.py NAME            prints the result of `per_us`, `depth`, `primitives`, `quota`, `gated` or `first`
 """
 
 import ctypes
@@ -24,6 +24,8 @@ QUIET_S = 0.02  # without a launch, the gate counts as closed
 SLOW_S = 125e-6  # half of the running kernel's time: the launch waited for it
 MOST_LAUNCHES = 4096
 CALLS, BATCHES = 200, 15  # primitive calls are timed in batches
+WARM_UP = 20  # steps
+QUEUED_S = 0.05  # of work is queued before a wait: little, so that a measurement ends in time, and enough that waits cost nothing
 LOADED = 100  # functions whose first launch is measured
 PAUSE_S = 0.05
 Step = Callable[[], Any]  # does some work and returns how much, or None for one unit
@@ -67,9 +69,7 @@ def torch_steps(workload: str) -> tuple[Step, Step]:
         raise Missing("no Triton")
     if workload == "PyTorch compiled":
         return torch.compile(train), torch.cuda.synchronize
-    if workload == "Triton":
-        return torch.compile(lambda: torch.relu(x * 2 + 1).sum(1)), torch.cuda.synchronize
-    raise Missing(f"PyTorch does no {workload}")
+    return torch.compile(lambda: torch.relu(x * 2 + 1).sum(1)), torch.cuda.synchronize  # Triton
 
 
 def nccl(torch: Any) -> Step:
@@ -81,10 +81,9 @@ def nccl(torch: Any) -> Step:
 
 
 def jax_steps(workload: str) -> tuple[Step, Step]:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else one process takes most of the memory
     import jax
 
-    if workload != "JAX":
-        raise Missing(f"JAX does no {workload}")
     x = jax.numpy.ones((8192, 8192), dtype="bfloat16")
     multiply = jax.jit(lambda a: a @ a)
     last = [multiply(x)]
@@ -101,8 +100,6 @@ def jax_steps(workload: str) -> tuple[Step, Step]:
 def cupy_steps(workload: str) -> tuple[Step, Step]:
     import cupy
 
-    if workload != "CuPy":
-        raise Missing(f"CuPy does no {workload}")
     a = cupy.ones((8192, 8192), dtype=cupy.float32)
     return (lambda: cupy.add(a, 1, out=a) is None), cupy.cuda.Device().synchronize
 
@@ -148,39 +145,53 @@ def driver_steps(workload: str) -> tuple[Step, Step]:
     return steps[workload](), spinner.wait
 
 
-MAKERS = (("torch", torch_steps), ("jax", jax_steps), ("cupy", cupy_steps), ("", driver_steps))
+MAKERS: tuple[tuple[str, Callable[[str], tuple[Step, Step]], tuple[str, ...]], ...] = (
+    ("torch", torch_steps, ("CUDA graphs", "PyTorch eager", "PyTorch compiled", "Triton", "NCCL")),
+    ("jax", jax_steps, ("JAX",)),
+    ("cupy", cupy_steps, ("CuPy",)),
+)
 
 
 def steps_of(workload: str) -> tuple[Step, Step, str]:
     """Return the functions of a workload, and the name of the framework that runs it."""
     why = []
-    for name, make in MAKERS:
-        if name and importlib.util.find_spec(name) is None:
+    for name, make, workloads in MAKERS:
+        if workload not in workloads:
+            continue
+        if importlib.util.find_spec(name) is None:
             why.append(f"no {name} in {sys.executable}")
             continue
         try:
-            return *make(workload), name or "the driver"
+            return *make(workload), name
         except Missing as error:
             why.append(str(error))
-    raise Missing("; ".join(why))
+    try:
+        return *driver_steps(workload), "the driver"
+    except Missing as error:
+        raise Missing("; ".join([*why, str(error)])) from None
 
 
 def work(workload: str) -> None:
     step, wait, by = steps_of(workload)
-    for _ in range(20):
+    for _ in range(WARM_UP):
         step()
     wait()
     print("ready", flush=True)
+    steps = 1  # between two waits
     for line in sys.stdin:
         seconds, units, begun = float(line), 0, time.perf_counter()
-        waited = begun
-        while time.perf_counter() - begun < seconds:
-            units += step() or 1
-            if time.perf_counter() - waited > 0.05:  # so that little is queued when the time is over
-                wait()
-                waited = time.perf_counter()
-        wait()
-        took = time.perf_counter() - begun
+        now = begun
+        while now - begun < seconds:
+            waited = now
+            for _ in range(steps):
+                units += step() or 1
+            wait()
+            now = time.perf_counter()
+            if now - waited < QUEUED_S / 2:
+                steps *= 2
+            elif now - waited > QUEUED_S * 2 and steps > 1:
+                steps //= 2
+        took = now - begun
         print(json.dumps({"units": units, "took": took, "rate": units / took, "by": by}), flush=True)
 
 
@@ -205,6 +216,10 @@ def gate() -> None:
             elif not ended:
                 ended = time.monotonic_ns()
         print(ended, flush=True)
+
+
+def per_us() -> dict[str, Any]:
+    return {"per_us": Spinner().per_us}
 
 
 def depth() -> dict[str, Any]:
@@ -318,11 +333,8 @@ def main() -> None:
         sys.stdin.readline()
         print("{}")
     else:
-        print(
-            json.dumps(
-                {"depth": depth, "primitives": primitives, "quota": quota, "gated": gated, "first": first}[what]()
-            )
-        )
+        results = (per_us, depth, primitives, quota, gated, first)
+        print(json.dumps(next(result for result in results if result.__name__ == what)()))
 
 
 if __name__ == "__main__":

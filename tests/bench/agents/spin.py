@@ -1,10 +1,12 @@
 """A kernel whose work is counted in iterations, launched by the driver API alone.
 
 It fills the device, and its time is that of its iterations: unlike a kernel that waits for a clock, it makes no progress while it
-is preempted. The driver compiles it from PTX. The fake driver knows its name without PTX, so the same code measures both.
+is preempted. The driver compiles it from PTX. The fake driver knows its name without PTX, so the same code measures both. The
+iterations of a microsecond are measured, or come from SPIN_PER_US: agents that are compared need the same number.
 """
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.fake.client import Driver
 
+PER_US_ENV = "SPIN_PER_US"
 NAME = "k_1us_per_arg"  # its first parameter: microseconds, once calibrated
 THREADS, BLOCKS_PER_MULTIPROCESSOR = (
     1024,
@@ -59,10 +62,17 @@ class Spinner:
         self.driver.cuDeviceGetAttribute(ctypes.byref(count), MULTIPROCESSORS, 0)
         self._grid = count.value * BLOCKS_PER_MULTIPROCESSOR
         self._scale, self._sink = ctypes.c_uint32(GUESS), ctypes.c_uint64(self.driver.out("cuMemAlloc_v2", 4))
-        if calibrate:
+        if known := os.environ.get(PER_US_ENV):
+            self._scale.value = int(known)
+        elif calibrate:
             self.elapsed_us(CALIBRATION_US)  # loads it
             took = self.elapsed_us(CALIBRATION_US)
             self._scale.value = max(1, round(GUESS * CALIBRATION_US / max(took, 1)))
+
+    @property
+    def per_us(self) -> int:
+        """The iterations of a microsecond."""
+        return self._scale.value
 
     def load(self) -> int:
         return self.driver.out(
