@@ -50,14 +50,15 @@ WORKLOADS = (
 )
 MIXES = ("one of 2 is 10 times longer", "one of 8 is 50 times longer", "one of 5 is 100 times longer", "fills")
 SHARES = (45.0, 30.0, 15.0)
+HALF = 50.0
 SIZES_GIB = (1, 8, 64)
 QUOTA = 2 << 30
 HAMI_LOCKS = Path("/tmp/vgpulock")  # HAMi-core needs it
-SAMPLE_S = 1.0  # the longest period of NVML's samples (its documentation of nvmlUtilization_t)
 CLOSINGS = 100
 PRIMITIVE_TURNS = 3
 HONEST, HONEST_SHARE = "honest", 60.0
 FULL = 95.0  # per cent: work that fills less of the GPU alone says nothing about shares
+CLOCKS_ALIKE = 0.01
 LOCKED = 0.7  # of the highest clock: held under any load (an H200's base clock is 0.69 of it)
 WAIT_S = 180.0
 HAS_GPU = """
@@ -191,9 +192,9 @@ class Machine:
             agent.wait()
         for agent in agents:
             agent.say(str(seconds or self.seconds))
-        done = [agent.told() for agent in agents]
+        time.sleep((seconds or self.seconds) / 2)
         self.clocks.append(int(self.nvml.nvmlDeviceGetClockInfo(self.device, self.nvml.NVML_CLOCK_SM)))
-        return done
+        return [agent.told() for agent in agents]
 
     def once(self, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
         """Return what an agent tells at its end."""
@@ -424,45 +425,38 @@ def filled_name(workload: str) -> str:
     return f"part of the GPU that {workload} fills alone"
 
 
-def overhead(machine: Machine, workload: str) -> list[Row]:
-    """Measure the overhead for a job with the whole device, by turns with the driver alone."""
+def alone(machine: Machine, workload: str) -> list[Row]:
+    """Measure a job with the whole device and one with half of it, each alone, by turns with the driver without the guard.
+
+    Half of the time is more than half of the work where the device's clock is higher, because it uses less power.
+    """
+    charged, clocks = [], []
     with (
-        machine.job(window_ms=ALONE_WINDOW_MS) as job,
-        machine.agents(workload, [{}, job.process_env()]) as (bare, ours),
+        machine.job(window_ms=ALONE_WINDOW_MS) as whole,
+        machine.job(HALF) as half,
+        machine.agents(workload, [{}, whole.process_env(), half.process_env()]) as agents,
     ):
-        pairs = [(machine.measure([bare])[0], machine.measure([ours])[0]) for _ in range(machine.rounds)]
-    loss = [(1 - guarded["rate"] / plain["rate"]) * 100 for plain, guarded in pairs]
-    rates = [plain["rate"] for plain, _ in pairs]
-    line = spread(overhead_name(workload), loss, "%", goal="<= 1 %", met=statistics.median(loss) <= 1, peer="native, per s",
-                  peer_values=rates)  # fmt: skip
-    return [{**line, "by": pairs[0][0]["by"]}]
-
-
-def charged(machine: Machine, workload: str) -> list[Row]:
-    """Compare the time that a job with 50 % is charged with NVML's account of its process."""
-    machine.require_full(workload)
-    values = []
-    with machine.job(50) as job, machine.agents(workload, [job.process_env()]) as (agent,):
+        turns = []
         for _ in range(machine.rounds):
-            since, paid = time.time_ns() // 1000, job.usage()[0].gpu_s
-            (did,) = machine.measure([agent], max(machine.seconds, 2.0))
-            paid = job.usage()[0].gpu_s - paid
-            time.sleep(SAMPLE_S)  # NVML tells of a period after its end
-            try:
-                samples = machine.nvml.nvmlDeviceGetProcessUtilization(machine.device, since)
-            except machine.nvml.NVMLError as error:
-                raise Unable(f"NVML reports no utilisation by process: {error}") from None
-            own = [sample.smUtil for sample in samples if sample.pid == agent.pid and sample.smUtil <= 100]
-            if not own:
-                raise Unable("NVML reports no utilisation of the process")
-            values.append(paid / (statistics.mean(own) / 100 * did["took"]))
-    return [
-        spread(charged_name(workload), values, "", goal="", met=None)
-    ]  # NVML counts any moment of its samples as busy
-
-
-def charged_name(workload: str) -> str:
-    return f"charged time over NVML's, {workload}"
+            paid = half.usage()[0].gpu_s
+            turns.append([machine.measure([agent])[0] for agent in agents])
+            charged.append(half.usage()[0].gpu_s - paid)
+            clocks.append(machine.clocks[-3:])
+    loss = [(1 - ours["rate"] / bare["rate"]) * 100 for bare, ours, _ in turns]
+    parts = [ours["rate"] / bare["rate"] * 100 for bare, _, ours in turns]
+    over = [paid * bare["rate"] / ours["all_units"] for paid, (bare, _, ours) in zip(charged, turns, strict=True)]
+    alike = statistics.median(abs(ours / bare - 1) for bare, _, ours in clocks) <= CLOCKS_ALIKE
+    share, ratio = statistics.median(parts), statistics.median(over)
+    of_time = {"by": turns[0][0]["by"], "clocks": clocks, **({} if alike else {"why": "the clock was another"})}
+    lines = (
+        spread(overhead_name(workload), loss, "%", goal="<= 1 %", met=statistics.median(loss) <= 1, peer="native, per s",
+               peer_values=[bare["rate"] for bare, _, _ in turns]),
+        {**spread(half_name(workload), parts, "%", goal="47.5 to 52.5 %", met=47.5 <= share <= 52.5 if alike else None),
+         **of_time},
+        {**spread(charged_name(workload), over, "", goal="0.97 to 1.03", met=0.97 <= ratio <= 1.03 if alike else None),
+         **of_time},
+    )  # fmt: skip
+    return list(lines)
 
 
 def job_of_three(machine: Machine) -> list[Row]:
@@ -795,6 +789,14 @@ def overhead_name(workload: str) -> str:
     return f"overhead at 100 %, {workload}"
 
 
+def half_name(workload: str) -> str:
+    return f"share of {HALF:g} %, {workload}"
+
+
+def charged_name(workload: str) -> str:
+    return f"charged time over that of the same work without the guard, {workload}"
+
+
 def checkpoint_names(gib: int) -> tuple[str, str]:
     return (
         f"driver's checkpoint of {gib} GiB: lock and checkpoint",
@@ -828,8 +830,12 @@ def parts() -> Iterator[Part]:
     yield [(NCCL, "%", "<= 1 %")], nccl
     for workload in WORKLOADS:
         yield [(filled_name(workload), "%", f">= {FULL:g} %")], lambda machine, w=workload: filled(machine, w)
-        yield [(overhead_name(workload), "%", "<= 1 %")], lambda machine, w=workload: overhead(machine, w)
-        yield [(charged_name(workload), "", "")], lambda machine, w=workload: charged(machine, w)
+        lines = [
+            (overhead_name(workload), "%", "<= 1 %"),
+            (half_name(workload), "%", "47.5 to 52.5 %"),
+            (charged_name(workload), "", "0.97 to 1.03"),
+        ]
+        yield lines, lambda machine, w=workload: alone(machine, w)
         lines = [
             (share_name(workload, arm), "points", "<= 1 point (mean)" if arm.startswith("ours") else "") for arm in ARMS
         ]

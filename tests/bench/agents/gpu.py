@@ -1,6 +1,7 @@
 """GPU workloads by PyTorch, JAX, CuPy or the driver API alone, as a process that `guard_gpu.py` measures.
 
-gpu.py work WORKLOAD   warms up, prints "ready"; for each line with a number of seconds, works that long and prints the result
+gpu.py work WORKLOAD   warms up, prints "ready"; for each line with a number of seconds, works a moment longer and prints what it
+                       did in these seconds
 gpu.py hold GIGABYTES  holds this much memory until it reads a line
 gpu.py gate            launches all the time; at each line, prints when its last work before the closed gate ended
 gpu.py NAME            prints the result of `per_us`, `depth`, `primitives`, `quota`, `gated` or `first`
@@ -26,6 +27,7 @@ MOST_LAUNCHES = 4096
 CALLS, BATCHES = 200, 15  # primitive calls are timed in batches
 WARM_UP = 20  # steps
 QUEUED_S = 0.05  # of work is queued before a wait: little, so that a measurement ends in time, and enough that waits cost nothing
+LEAD_S = 0.25  # worked before it counts: longer than saved shares last
 LOADED = 100  # functions whose first launch is measured
 PAUSE_S = 0.05
 Step = Callable[[], Any]  # does some work and returns how much, or None for one unit
@@ -69,7 +71,8 @@ def torch_steps(workload: str) -> tuple[Step, Step]:
         raise Missing("no Triton")
     if workload == "PyTorch compiled":
         return torch.compile(train), torch.cuda.synchronize
-    return torch.compile(lambda: torch.relu(x * 2 + 1).sum(1)), torch.cuda.synchronize  # Triton
+    reduce = torch.compile(lambda: torch.relu(x * 2 + 1).sum(1))
+    return lambda: reduce() is None, torch.cuda.synchronize  # Triton
 
 
 def nccl(torch: Any) -> Step:
@@ -178,8 +181,11 @@ def work(workload: str) -> None:
     wait()
     print("ready", flush=True)
     steps = 1  # between two waits
-    for line in sys.stdin:
-        seconds, units, begun = float(line), 0, time.perf_counter()
+
+    def spend(seconds: float) -> tuple[int, float]:
+        """Work so long; return how much was done, and the seconds that it took."""
+        nonlocal steps
+        units, begun = 0, time.perf_counter()
         now = begun
         while now - begun < seconds:
             waited = now
@@ -191,8 +197,13 @@ def work(workload: str) -> None:
                 steps *= 2
             elif now - waited > QUEUED_S * 2 and steps > 1:
                 steps //= 2
-        took = now - begun
-        print(json.dumps({"units": units, "took": took, "rate": units / took, "by": by}), flush=True)
+        return units, now - begun
+
+    for line in sys.stdin:
+        before, _ = spend(LEAD_S)
+        units, took = spend(float(line))
+        done = {"units": units, "took": took, "all_units": before + units, "rate": units / took, "by": by}
+        print(json.dumps(done), flush=True)
 
 
 def gate() -> None:
