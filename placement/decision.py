@@ -121,9 +121,10 @@ def replica_order(
 def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
     """Explain why no lending node could run the job even when idle; None if one could. Checked at submission.
 
-    None also if no node lends at the moment: owners may resume, so the job waits.
+    None also if no node lends at the moment, of those that it names: owners may resume, so the job waits.
     """
-    lenders = [_idle(advert) for advert in adverts if advert.lending]
+    named = [advert for advert in adverts if advert.node in request.on] if request.on else adverts
+    lenders = [_idle(advert) for advert in named if advert.lending]
     refused = {advert.nick: refusals(request, advert) for advert in lenders}
     if not lenders:
         return None

@@ -34,6 +34,10 @@ def refusals(request: Request, advert: Advert) -> list[str]:
     reasons += _engine_refusals(request, advert)
     if request.only and advert.node not in request.only:
         reasons.append("is not to open the job's secrets (--secret-nodes)")
+    if request.on and advert.node not in request.on:
+        reasons.append("is not one of the job's nodes (--on)")
+    if advert.node in request.not_on:
+        reasons.append("is not to run the job (--not-on)")
     if request.interactive and not advert.interactive:
         reasons.append("its owner allows no interactive sessions (interactive = false)")
     if request.zone is not None and advert.zone != request.zone:

@@ -38,7 +38,8 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     `gpu_share`: guaranteed per cent of each GPU's time; below 100, `vram_mib` is the memory that the job gets, else the least
     memory of the GPU. `remaining_s`: expected run time. `interactive`: the job is useless where its user may not enter it.
     `system`: it is saved by system checkpoints; `platform`: of the last one (`advert.SystemCheckpoints`).
-    `only`: the nodes that may open its secrets; empty for all. `network`: the hosts that it reaches by a proxy, `name:port`.
+    `only`: the nodes that may open its secrets; empty for all. `on`: the nodes on which it may run, likewise; `not_on`: those on
+    which it may not. `network`: the hosts that it reaches by a proxy, `name:port`.
     `uv`: it needs a Python environment.
     Preferences: nodes in `exclude` failed this job and are refused; nodes in `avoid` are ranked last; `prefer` is ranked first;
     nodes in `near` have the last checkpoint.
@@ -70,6 +71,8 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     platform: str = ""
     user_key: bytes = b""
     only: tuple[bytes, ...] = ()
+    on: tuple[bytes, ...] = ()
+    not_on: tuple[bytes, ...] = ()
     data: tuple[WantedData, ...] = ()
     network: tuple[str, ...] = ()
     uv: bool = False

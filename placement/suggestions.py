@@ -107,6 +107,10 @@ def _other_requests(request: Request, adverts: tuple[Advert, ...]) -> Iterator[C
     if request.gpu_model:
         names = sorted({gpu.model for advert in adverts for gpu in advert.gpus})
         others += [(f'--gpu-model "{name}"', msgspec.structs.replace(request, gpu_model=name)) for name in names]
+    if request.on:
+        others.append(("no --on", msgspec.structs.replace(request, on=())))
+    if request.not_on:
+        others.append(("no --not-on", msgspec.structs.replace(request, not_on=())))
     if request.interactive:
         others.append(("a job without interactive sessions", msgspec.structs.replace(request, interactive=False)))
     for text, other in others:

@@ -23,7 +23,8 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     send the job away. Without a `gpu_share_limit` a job is held to its share. An `interactive` one runs only where its user may
     go in. `secrets`: NAME, NAME=VARIABLE or NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes, the
     only ones that may open them. `data`: data sets, as `NAME[:/data/x]`. `uv`: the job's Python environment is that of the lock
-    in `workdir`, or of the script's own. `network`: hosts that it reaches, `name:port` or groups, and no others."""
+    in `workdir`, or of the script's own. `network`: hosts that it reaches, `name:port` or groups, and no others. `on` and
+    `not_on`: nodes on which it may run, or may not, named as in `secret_nodes`."""
 
     argv: list[str]
     name: str = ""
@@ -70,6 +71,8 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: list[str] = []
     uv: bool = False
     network: list[str] = []
+    on: list[str] = []
+    not_on: list[str] = []
 
     def gpu_terms(self) -> dict[str, Any]:
         """Return the GPU fields of a spec."""

@@ -173,6 +173,8 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         help="Node to return to when it is free; first: where it ran first (default: this node, if it had to leave it).",
     ),
     click.option("--zone", type=ZONE, help="Only nodes of this zone."),
+    click.option("--on", type=NODE_LIST, metavar="mine|trusted|NODE,...", help="Run it only on these nodes."),
+    click.option("--not-on", type=NODE_LIST, metavar="mine|trusted|NODE,...", help="Do not run it on these nodes."),
     click.option(
         "--workdir",
         type=click.Path(file_okay=False),
@@ -214,12 +216,14 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "memory_mib": options["memory"],
         "cpus": options["cpus"],
         "zone": options["zone"],
+        "on": _listed(options["on"]),
+        "not_on": _listed(options["not_on"]),
         "least_nodes": options["nodes"][0],
         "most_nodes": options["nodes"][1],
         "ckpt": options["ckpt"],
         "ckpt_mode": options["ckpt_mode"],
         "ckpt_every": options["ckpt_every"],
-        "ckpt_to": [name for name in (options["ckpt_to"] or "").split(",") if name],
+        "ckpt_to": _listed(options["ckpt_to"]),
         "replicas": options["replicas"],
         "grace_s": options["grace"],
         "retries": options["retries"],
@@ -231,11 +235,11 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "on_partition": options["on_partition"],
         "max_time_s": options["max_time"],
         "priority": options["priority"],
-        "after": [name for names in options["after"] for name in names.split(",") if name],
+        "after": [name for names in options["after"] for name in _listed(names)],
         "home": options["home"],
         "uv": options["uv"],
         "secrets": list(options["secret"]),
-        "secret_nodes": [name for name in (options["secret_nodes"] or "").split(",") if name],
+        "secret_nodes": _listed(options["secret_nodes"]),
         "data": list(options["data"]),
         "network": list(options["network"]),
     }
@@ -246,6 +250,10 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
             what = {"argv": "the command", "env": "a variable (-e)"}.get(name, name.replace("_", " "))
             raise click.UsageError(f"{what} has bytes that are not UTF-8: put them into a file") from error
     return order
+
+
+def _listed(names: str | None) -> list[str]:
+    return [name for name in (names or "").split(",") if name]
 
 
 def _env_file(path: str | None) -> dict[str, str]:

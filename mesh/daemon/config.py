@@ -44,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_sharing: bool = True  # let several guests share a GPU
     gpu_bypass: Literal["warn", "pause", "kill"] = "pause"  # reaction to a job that bypasses the GPU guard
     accepts: tuple[str, ...] = ("*",)  # users whose jobs run here
-    trusted: tuple[str, ...] = ()  # users and nodes that `--secret-nodes trusted` names, for jobs submitted here
+    trusted: tuple[str, ...] = ()  # users and nodes that `trusted` means in lists of nodes, for jobs submitted here
     interactive: bool = True  # let users enter their jobs here (exec, forward, jupyter)
     process_engine_for: Literal["own", "all"] = "own"  # whose jobs may run as plain processes, and by Apptainer
     process_network: Literal["host", "none"] = "host"  # network of plain processes

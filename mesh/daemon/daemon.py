@@ -37,7 +37,7 @@ from mesh.api.handlers.images import ImageHandlers
 from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.lending import LendingHandlers
 from mesh.api.handlers.logs import LogReader
-from mesh.api.handlers.lookup import JobLookup
+from mesh.api.handlers.lookup import JobLookup, NodeLookup
 from mesh.api.handlers.metrics import Metrics, ReclaimTimes
 from mesh.api.handlers.node import NodeHandlers
 from mesh.api.handlers.peers import PeerHandlers
@@ -417,7 +417,8 @@ class Daemon:
         data = DataHandlers(self._me, trust, membership, self._data)
         job_handlers = JobHandlers(identity, trust, membership, journal, jobs, self._submissions, lookup)
         images = ImageHandlers(self._me, membership, self._library, jobs, peers)
-        secrets = SecretHandlers(SecretVault(self._layout.secrets, identity), membership, settings.trusted)
+        nodes = NodeLookup(membership, settings.trusted)
+        secrets = SecretHandlers(SecretVault(self._layout.secrets, identity), nodes)
         self._delivery = OutputDelivery(journal, jobs, job_handlers.pull, settings.keep_days * DAY_S)
         local = settings.profile == "local"
         lease_s = LOCAL_LEASE_S if local else settings.lease_s
@@ -480,6 +481,7 @@ class Daemon:
                 secrets,
                 self._delivery,
                 lookup,
+                nodes,
                 defaults,
                 data,
             ),

@@ -140,7 +140,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     only where its user may open sessions in it.
 
     Where: the job runs on `least_nodes` to `most_nodes` nodes at once, each with the GPUs and memory it asks for. `gpu_model`
-    is a part of the GPU's name; `capability` and `driver` are minimum versions. `image_id` is the SHA-256 of the image's
+    is a part of the GPU's name; `capability` and `driver` are minimum versions. `on` (empty: any node) and `not_on` name nodes.
+    `image_id` is the SHA-256 of the image's
     configuration as in the mesh's list at submission, or None where an image goes by its name.
 
     GPUs: `gpu_share` is the guaranteed per cent of each GPU's time, `gpu_share_limit` what the job may use while others leave
@@ -204,6 +205,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     secrets: SealedSecrets | None = None
     uv: UvProject | None = None
     network: tuple[str, ...] = ()
+    on: tuple[bytes, ...] = ()
+    not_on: tuple[bytes, ...] = ()
 
     @property
     def author(self) -> bytes:
@@ -275,6 +278,8 @@ def placement_request(
         system=spec.saves_from_outside,
         platform=platform,
         only=() if spec.secrets is None else spec.secrets.nodes,
+        on=spec.on,
+        not_on=spec.not_on,
         data=tuple(WantedData(need.name, need.manifest[:SHORT_ID], need.mib) for need in spec.data),
         network=spec.network,
         uv=spec.uv is not None,
@@ -333,6 +338,7 @@ MAX_AFTER = 4096
 MAX_ARRAY = 1000
 MAX_BATCH = 100
 MAX_NODES = 64
+MAX_NAMED = 256  # nodes on which a job is to run, or not to run
 MAX_MODEL = 100
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_TIME_S = 365 * 86_400.0
@@ -369,6 +375,8 @@ def check_spec(spec: JobSpec) -> None:
         if not 0 <= number < 2**31:
             raise SpecError(f"{label} must be a number from 0")
     _check_share(spec)
+    if max(len(spec.on), len(spec.not_on)) > MAX_NAMED or any(len(node) != 32 for node in (*spec.on, *spec.not_on)):
+        raise SpecError(f"a job names at most {MAX_NAMED} nodes to run on, or not to run on")
     if not 1 <= spec.least_nodes <= spec.most_nodes <= MAX_NODES:
         raise SpecError(f"a job runs on 1 to {MAX_NODES} nodes, and on no fewer at most than at least")
     if spec.most_nodes > 1 and (spec.image is not None or spec.engine not in {None, "process"}):

@@ -63,6 +63,8 @@ class Terms(TypedDict, total=False):
     name: str
     env: dict[str, str]
     zone: str
+    on: "Sequence[str]"
+    not_on: "Sequence[str]"
     grace: float | str
     retries: int
     priority: int

@@ -389,3 +389,21 @@ def test_job_saves_on_checkpoint_requests(shared: Stack, tmp_path: Path) -> None
     assert len(saved) == len(set(saved)) >= 3 and "saved" not in ok(node, "logs", ruled)
     wrong = mesh(node, "submit", "--ckpt-every", "auto", "--", "true")
     assert wrong.returncode == 2 and "--ckpt DIR" in wrong.stderr
+
+
+def test_job_runs_where_its_user_wants_it(shared: Stack) -> None:
+    user, other = shared.nodes[:2]
+    rest = [node.nick for node in shared.nodes if node is not other]
+    for options, wanted in [
+        (("--on", other.nick), {other.nick}),
+        (("--not-on", ",".join(rest)), {other.nick}),
+        (("--on", "mine", "--not-on", other.nick), set(rest)),
+    ]:
+        shown = ok(user, "run", "--no-workdir", *options, "--", "sh", "-c", "echo $MESH_NODE")
+        assert shown.splitlines()[-1] in wanted, options
+    job = ok(user, "submit", "--no-workdir", "--on", other.nick, "--", "true").strip()
+    assert read(user, "describe", job)["asked"]["on"] == [other.nick]
+    unknown = mesh(user, "run", "--no-workdir", "--on", "nowhere", "--", "true")
+    assert unknown.returncode != 0 and "nowhere" in unknown.stderr
+    never = mesh(user, "run", "--no-workdir", "--on", other.nick, "--not-on", other.nick, "--", "true")
+    assert never.returncode != 0 and "--not-on" in never.stderr, never.stderr

@@ -207,6 +207,18 @@ def test_gpu_model_matches_any_part_of_name() -> None:
     )
 
 
+def test_job_runs_on_the_nodes_that_it_names_and_on_no_others() -> None:
+    there = [advert(node) for node in NODES[:3]]
+    on = Request(JOB, 0, "a", on=NODES[1:3], not_on=NODES[2:3])
+    ranking = rank_nodes(on, there)
+    assert [candidate.node for candidate in ranking.candidates] == [NODES[1]]
+    reasons = {refused.node: refused.reasons for refused in ranking.refused}
+    assert "(--on)" in reasons[NODES[0]][0] and "(--not-on)" in reasons[NODES[2]][0]
+    assert cannot_ever(Request(JOB, 0, "a", on=NODES[:1], not_on=NODES[:1]), there)
+    away = [advert(NODES[0], lending=False), advert(NODES[1])]
+    assert cannot_ever(Request(JOB, 0, "a", on=NODES[:1]), away) is None, "its node may be lent later"
+
+
 def test_owner_runs_own_jobs_without_sandbox() -> None:
     request = Request(job=JOB, attempt=0, user="owner")
     assert rank_nodes(request, [advert(NODES[0], own_only=("process",), accepts=())]).candidates

@@ -73,6 +73,8 @@ def requests(draw: st.DrawFn) -> Request:
         driver=draw(st.sampled_from(((), (550,)))) if gpus else (),
         interactive=draw(st.booleans()),
         exclude=draw(st.sampled_from(((), NODES[:1]))),
+        on=draw(st.sampled_from(((), NODES[1:]))),
+        not_on=draw(st.sampled_from(((), NODES[:2]))),
     )
 
 

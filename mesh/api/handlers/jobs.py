@@ -34,7 +34,7 @@ EVENTS_SHOWN = 20
 _Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
 # Fields of a spec that a description leaves out: shown in another form, or of no use to a person.
 UNTOLD = {"submitter", "chain", "nonce", "witnesses", "workdir", "workdir_holders"}
-UNTOLD |= {"checkpointing", "array", "after", "lock", "secrets", "uv"}
+UNTOLD |= {"checkpointing", "array", "after", "lock", "secrets", "uv", "on", "not_on"}
 
 
 class JobHandlers:
@@ -155,6 +155,11 @@ class JobHandlers:
         if rules is not None:
             to = [nick_in(nicks, node) for node in rules.to]
             asked["checkpoints"] = {**msgspec.structs.asdict(rules), "to": to}
+        asked |= {
+            name: [nick_in(nicks, node) for node in nodes]
+            for name, nodes in (("on", spec.on), ("not_on", spec.not_on))
+            if nodes
+        }
         if spec.image_id is not None:
             asked["image_id"] = f"sha256:{spec.image_id.hex()}"
         if spec.secrets is not None:

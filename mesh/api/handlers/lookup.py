@@ -57,6 +57,36 @@ def find_node(membership: MembershipNode, text: str, *, whole: bool = False) -> 
     return members[node_meant(text, {node: member.nick for node, member in members.items()}, whole=whole)]
 
 
+MINE, TRUSTED = "mine", "trusted"
+
+
+class NodeLookup:
+    """Finds the nodes that an option lists. `trusted`: the users and nodes that the word `trusted` means."""
+
+    def __init__(self, membership: MembershipNode, trusted: Sequence[str]) -> None:
+        self._membership, self._trusted = membership, trusted
+
+    def named(self, words: Sequence[str]) -> list[bytes]:
+        """Return the nodes, of the members that are known now. MeshError for a word that means none."""
+        found: dict[bytes, None] = {}
+        for word in words:
+            nodes = [member.node_id for member in self._membership.members() if self._fits(word, member)]
+            if word not in {MINE, TRUSTED}:
+                nodes = [find_node(self._membership, word).node_id]
+            elif not nodes:
+                hint = "" if word == MINE else ": `mesh config set trusted USER NODE ...` names them"
+                raise MeshError(f"no node is {word}{hint}", ExitCode.USAGE)
+            found |= dict.fromkeys(nodes)
+        return list(found)
+
+    def _fits(self, word: str, member: MemberView) -> bool:
+        if member.state == "revoked":
+            return False
+        if word == MINE:
+            return member.user_key == self._membership.credentials.user_key
+        return word == TRUSTED and (member.user in self._trusted or member.nick in self._trusted)
+
+
 class JobLookup:
     """Finds jobs, and reads what this node and others keep of them."""
 

@@ -1,15 +1,12 @@
 """The user's secrets on this node: names out, values in, never values out; and their sealing for a job."""
 
 import asyncio
-from collections.abc import Sequence
 
 import msgspec
 
 from ckptstore.cipher import StateCipher
-from membership.events import MemberView
-from membership.node import MembershipNode
 from mesh.api import schemas
-from mesh.api.handlers.lookup import find_node
+from mesh.api.handlers.lookup import NodeLookup
 from mesh.api.requests import RemoveSecrets, SetSecret, SubmitOrder
 from mesh.checkpoints.secrets import seal_secrets
 from mesh.jobs.secret_vault import SecretVault
@@ -18,14 +15,10 @@ from mesh.model.spec import JobSpec
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.processes import no_core_dumps
 
-MINE, TRUSTED = "mine", "trusted"
-
 
 class SecretHandlers:
-    """`trusted`: the users and nodes of `--secret-nodes trusted`."""
-
-    def __init__(self, vault: SecretVault, membership: MembershipNode, trusted: Sequence[str]) -> None:
-        self._vault, self._membership, self._trusted = vault, membership, trusted
+    def __init__(self, vault: SecretVault, nodes: NodeLookup) -> None:
+        self._vault, self._nodes = vault, nodes
 
     async def all(self) -> schemas.secrets.Secrets:
         kept = await asyncio.to_thread(self._vault.all)
@@ -60,7 +53,7 @@ class SecretHandlers:
         try:
             uses = [parse_use(text) for text in order.secrets]
             check_uses(uses)
-            readers = self._readers(order.secret_nodes)
+            readers = self._nodes.named(order.secret_nodes)
             return await asyncio.to_thread(self._sealed, specs, uses, readers)
         except SecretError as error:
             raise MeshError(str(error), ExitCode.USAGE) from error
@@ -72,23 +65,3 @@ class SecretHandlers:
             msgspec.structs.replace(spec, secrets=seal_secrets(spec, StateCipher.generate(), uses, values, readers))
             for spec in specs
         ]
-
-    def _readers(self, words: Sequence[str]) -> list[bytes]:
-        """Return the nodes that `--secret-nodes` names, of the members that are known now; empty for all nodes."""
-        found: dict[bytes, None] = {}
-        for word in words:
-            nodes = [member.node_id for member in self._membership.members() if self._fits(word, member)]
-            if word not in {MINE, TRUSTED}:
-                nodes = [find_node(self._membership, word).node_id]
-            elif not nodes:
-                hint = "" if word == MINE else ": `mesh config set trusted USER NODE ...` names them"
-                raise MeshError(f"no node is {word}{hint}", ExitCode.USAGE)
-            found |= dict.fromkeys(nodes)
-        return list(found)
-
-    def _fits(self, word: str, member: MemberView) -> bool:
-        if member.state == "revoked":
-            return False
-        if word == MINE:
-            return member.user_key == self._membership.credentials.user_key
-        return word == TRUSTED and (member.user in self._trusted or member.nick in self._trusted)

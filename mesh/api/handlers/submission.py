@@ -22,7 +22,7 @@ from membership.trust import USER, TrustStore
 from mesh.api import schemas
 from mesh.api.handlers.data import DataHandlers
 from mesh.api.handlers.images import ImageHandlers
-from mesh.api.handlers.lookup import JobLookup, find_node, require_free
+from mesh.api.handlers.lookup import JobLookup, NodeLookup, find_node, require_free
 from mesh.api.handlers.secrets import SecretHandlers
 from mesh.api.requests import SubmitOrder
 from mesh.checkpoints.key_shares import seal_shares
@@ -171,6 +171,7 @@ class SubmissionHandlers:
         secrets: SecretHandlers,
         delivery: OutputDelivery,
         lookup: JobLookup,
+        nodes: NodeLookup,
         defaults: Defaults,
         data: DataHandlers,
     ) -> None:
@@ -179,7 +180,7 @@ class SubmissionHandlers:
         self._journal, self._store, self._jobs = journal, store, jobs
         self._submissions, self._images, self._delivery = submissions, images, delivery
         self._secrets = secrets
-        self._lookup, self._defaults = lookup, defaults
+        self._lookup, self._nodes, self._defaults = lookup, nodes, defaults
 
     async def submit(self, order: SubmitOrder) -> schemas.jobs.Submitted:
         if USER not in self._membership.credentials.roles:
@@ -247,6 +248,8 @@ class SubmissionHandlers:
             memory_mib=order.memory_mib,
             cpus=order.cpus,
             zone=order.zone,
+            on=tuple(self._nodes.named(order.on)),
+            not_on=tuple(self._nodes.named(order.not_on)),
             interactive=order.interactive,
             least_nodes=order.least_nodes,
             most_nodes=order.most_nodes,
