@@ -138,7 +138,7 @@ class Gang:
             return [Send(sender, self._dismissal(0.0, "it is not called up"))]
         member.heard_at = at.now
         member.asked += 1
-        if self._disbanded:
+        if self._disbanded or member.ended:  # late copies of its orders can make it begin again
             return [Send(sender, self._dismissal(0.0, "its attempt is over"))]
         member.runs_until = max(member.runs_until, at.now + left_s)
         granted = Send(sender, RunGranted(job=self.job, term=self.term, round=message.round, left_s=max(0.0, left_s)))

@@ -115,6 +115,13 @@ class TestLeader:
         gang.on_ended(B, MemberEnded(job=JOB, term=1, code=137), at(3))
         assert gang.quiet(3.0) and not gang.failed, "a dismissed member does not fail"
 
+    def test_member_that_has_ended_gets_no_more_time(self) -> None:
+        """Regression: late copies of `Enlist` and `Begin` made a member begin again, and it ran after the end of its job."""
+        gang = under_way()
+        gang.on_ended(B, MemberEnded(job=JOB, term=1, code=0), at(3))
+        answers = [send.message for send in gang.on_may_run(B, ExtendRun(job=JOB, term=1, round=4), 9.0, at(4))]
+        assert answers == [Dismiss(job=JOB, term=1, grace_s=0.0, reason="its attempt is over")]
+
     def test_member_that_fails_after_a_loss_is_not_blamed(self) -> None:
         gang = under_way()
         gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
