@@ -6,8 +6,9 @@ Rules, in the order of the checks:
 2. Only a witness of the job asks for a term (`participant.py` asks who may propose a record or take a lease).
 3. A term has one owner: once an attempt has taken the lease in it, no other attempt uses it.
 4. While a lease runs, no other term is promised and no other holder is accepted (Gray and Cheriton 1989, "Leases").
-5. Once a majority is known to hold an outcome, nothing changes. An outcome that is only accepted may still be replaced under
-   a higher term, as any value of Paxos that is not chosen.
+5. Once a majority is known to hold an outcome, it never changes. Terms are promised still, so that a witness that missed the
+   end learns it by a term of its own, when too few others are left to tell it. An outcome that is only accepted may still be
+   replaced under a higher term, as any value of Paxos that is not chosen.
 
 A lease runs `lease_s` from the *receipt* of the acceptance; its holder counts `lease_s * HELD_SHARE` from the *sending* of the
 request. So at most one node believes that it holds the lease, as long as no clock runs faster than another by a factor of
@@ -221,7 +222,7 @@ class Witness:
 
     def _may_promise(self, sender: bytes, term: int, now: float) -> bool:
         """Tell whether the sender is a witness of the job, as far as this one knows the group, and may have this term."""
-        asked = sender in self.witness_record.config.nodes and not self.finished
+        asked = sender in self.witness_record.config.nodes
         return asked and term > self.witness_record.promised and self.lease_left_s(now) == 0
 
     def _refusal(self, sender: bytes, term: int, round_number: int, now: float) -> Send:

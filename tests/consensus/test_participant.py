@@ -14,6 +14,7 @@ from mesh.consensus.messages import (
     AnyMessage,
     Begin,
     Cancel,
+    Closed,
     Dismiss,
     Enlist,
     Enlisted,
@@ -611,6 +612,26 @@ def test_end_that_others_report_is_believed_by_a_majority() -> None:
     assert not node.witnesses[JOB].finished
     node.receive(C, report, at(1))
     assert node.witnesses[JOB].finished and node.witnesses[JOB].witness_record.record == ended
+
+
+def test_witness_that_missed_the_end_learns_it_from_one_other() -> None:
+    """Regression: the third witness had lost its disk, and this one asked for a term for ever."""
+    nodes = {node: make_participant(node) for node in (A, B)}
+    for participant in nodes.values():
+        introduce(participant)
+    ended = JobRecord(version=2, outcome=Outcome("done", "done", 0, None, (), 1_000))
+    accept = Accept(job=JOB, term=1, round=2, config=GROUP, record=ended, holder=None)
+    for sender, message in ((C, accept), (C, Closed(job=JOB, term=1, record=ended))):
+        nodes[B].receive(sender, message, at(1))
+    queue = [(A, item) for item in nodes[A].observe(make_view(A, (A, B)), at(100))]
+    while queue:
+        sender, item = queue.pop(0)
+        if isinstance(item.effect, Send) and item.effect.to in nodes:
+            to = item.effect.to
+            queue += [(to, answer) for answer in nodes[to].receive(sender, item.effect.message, at(100))]
+    for participant in nodes.values():
+        known = participant.witnesses[JOB]
+        assert known.finished and known.witness_record.record.outcome == ended.outcome
 
 
 def test_node_can_be_replaced_while_a_node_outside_the_group_stays() -> None:

@@ -110,8 +110,9 @@ def test_final_outcome_never_changes() -> None:
         SaveWitnessRecord
     ]
     assert witness.finished and witness.lease_left_s(0.0) == 0
-    assert isinstance(answer(witness.handle(B, Prepare(job=JOB, term=9), 1.0)), Refused)
-    refused = answer(witness.handle(E, accept(5, E, JobRecord(version=9)), 1.0))
+    promised = answer(witness.handle(B, Prepare(job=JOB, term=9), 1.0))
+    assert isinstance(promised, Promised) and promised.record == ended, "who asks for a term learns the end"
+    refused = answer(witness.handle(B, accept(9, None, JobRecord(version=9)), 1.0))
     assert isinstance(refused, Refused) and refused.finished and refused.record == witness.witness_record.record
     assert witness.handle(E, Cancel(job=JOB, user="ada"), 2.0) == []
     failed = JobRecord(version=3, outcome=msgspec.structs.replace(DONE, kind="failed"))
