@@ -263,4 +263,4 @@ class Keyring:
         if present is None:
             return False
         config, records = present
-        return 2 * sum(self._rules.runs(caller, one.holder, one.record) for one in records) > len(config.nodes)
+        return 2 * sum(self._rules.runs(caller, one.holder, one.record) for one in records.values()) > len(config.nodes)

@@ -6,7 +6,8 @@ group that the job's user has named after most of the one before was lost.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from membership.identity import NodeId
@@ -22,14 +23,14 @@ LATER_ASKED = 8  # nodes asked whether they are later witnesses (own choice)
 GROUPS_FOLLOWED = 32  # groups followed from the one that replaced the known one (own choice)
 
 Records = Mapping[NodeId, WitnessRecord]
-Present = tuple[Config, list[WitnessRecord]]
+Present = tuple[Config, Records]
 
 
 class Words(NamedTuple):
-    """What witnesses say of a job: the records of most of a group; or only those of nodes `alone`, of which one may lie."""
+    """What witnesses say of a job: the records of most of a group; or only those of a `few`, of which one may lie."""
 
-    records: Sequence[WitnessRecord] = ()
-    alone: Collection[NodeId] = ()
+    records: Records = MappingProxyType({})
+    few: bool = False
 
 
 def follow_groups(
@@ -47,7 +48,7 @@ def follow_groups(
         if newer.order > config.order:
             config = newer
         elif 2 * len(records) > len(config.nodes):
-            return config, list(records.values())
+            return config, records
         else:
             return None
     return None
@@ -69,27 +70,30 @@ def _known_by_most(config: Config, records: Records) -> Iterator[Config]:
 def is_outdated(present: Present) -> bool:
     """Tell whether a witness knows a later group: then most of those that agreed to it may have lost their disks since."""
     config, records = present
-    return any(record.config.order > config.order for record in records)
+    return any(record.config.order > config.order for record in records.values())
 
 
 def nodes_to_ask(present: Present | None, named: Iterable[NodeId]) -> tuple[NodeId, ...]:
     """Return the nodes that may be later witnesses: those of groups that present ones know, then those that statuses name."""
-    known = (node for record in (present[1] if present is not None else ()) for node in record.config.nodes)
+    known = (node for record in (present[1].values() if present is not None else ()) for node in record.config.nodes)
     return tuple(dict.fromkeys([*known, *named]))[:LATER_ASKED]
 
 
-def last_words(present: Present | None, proven: Records, least: int) -> Words:
+def last_words(
+    present: Present | None, proven: Records, least: int, recovered: Callable[[WitnessRecord], Config | None]
+) -> Words:
     """Return what witnesses say while most of the present group may have lost their disks, or cannot be asked.
 
     Those who are `proven` are witnesses. One former witness can have a group accepted alone that it made up, but not two nodes
-    of it that say the same: a group of fewer than `least` nodes does not count.
+    of it that say the same: a group of fewer than `least` nodes counts only if the job's user has named it.
     """
     latest = max((record.config for record in proven.values()), key=lambda group: group.order, default=None)
-    if latest is not None and len(latest.members) >= least:
-        records = [proven[node] for node in latest.nodes if node in proven and proven[node].config == latest]
-        if 2 * len(records) > len(latest.nodes):
+    if latest is not None:
+        named = [group.members for group in map(recovered, proven.values()) if group is not None]
+        records = {node: proven[node] for node in latest.nodes if node in proven and proven[node].config == latest}
+        if 2 * len(records) > len(latest.nodes) and (len(latest.members) >= least or latest.members in named):
             return Words(records)
-    return Words(present[1]) if present is not None else Words(tuple(proven.values()), tuple(proven))
+    return Words({**(present[1] if present is not None else {}), **proven}, few=True)
 
 
 class WitnessGroup:

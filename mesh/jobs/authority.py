@@ -5,7 +5,7 @@ One function for each question; docs/reference/authority.md lists them with the 
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -370,18 +370,23 @@ class Authority:
         giver, stated = self._open_warrant(warrant)
         return giver if stated is not None and stated.names(job, config) else None
 
-    def witnesses_by(self, record: WitnessRecord, spec: JobSpec) -> set[NodeId]:
-        """Return the witnesses of a job, in any of its groups, as far as this record of it proves them.
+    def witnesses_by(self, records: Collection[WitnessRecord], spec: JobSpec) -> set[NodeId]:
+        """Return the witnesses of a job, in any of its groups, as far as these records of it prove them together.
 
         The first group is in the job's description. A later one has a warrant by a member of one before, or is the one that the
-        job's user has named in a recovery.
+        job's user has named in a recovery. A witness that joined late has no proof of the first changes: others have.
         """
-        proven = {voter.node for voter in spec.witnesses}
-        for group, warrants in (*reversed(record.earlier[:MOST_EARLIER]), (record.config, record.warrants)):
-            if any(self.warrants_group(one, record.job, group) in proven for one in warrants[:MOST_WARRANTS]):
+        named = [group for group in map(self.recovered_group, records) if group is not None]
+        proven = {voter.node for voter in spec.witnesses}.union(*(group.nodes for group in named))
+        known = [
+            (record.job, *known)
+            for record in records
+            for known in (*record.earlier[:MOST_EARLIER], (record.config, record.warrants))
+        ]
+        for job, group, warrants in sorted(known, key=lambda one: one[1].order):
+            if any(self.warrants_group(one, job, group) in proven for one in warrants[:MOST_WARRANTS]):
                 proven |= set(group.nodes)
-        named = self.recovered_group(record)
-        return proven | set(named.nodes if named is not None else ())
+        return proven
 
     def _open_warrant(self, warrant: bytes) -> tuple[NodeId | None, Warrant | None]:
         try:

@@ -7,7 +7,7 @@ so that a node that starts late hears of the first ones, too.
 
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from membership.identity import NodeId
@@ -41,15 +41,17 @@ def may_have_ended(leaders: Iterable[Leader], job_table: JobTable) -> dict[bytes
 def stated_end(words: Words, views: Mapping[NodeId, JobStatus]) -> OutcomeKind | None:
     """Return how a job has ended, if most of these witnesses state that it has and how; None otherwise.
 
-    The word of single witnesses counts only if another node's view of the job says the same.
+    Of a few witnesses one is enough if another node says the same, as a witness or in its view of the job: one may lie.
     """
-    ends = Counter(record.record.outcome.kind for record in words.records if record.final and record.record.outcome)
-    kind, count = ends.most_common(1)[0] if ends else (None, 0)
-    if 2 * count <= len(words.records):
-        return None
-    others = [view.outcome for node, view in views.items() if node not in words.alone]
-    said = any(outcome is not None and outcome.kind == kind for outcome in others)
-    return kind if said or not words.alone else None
+    stated = defaultdict[OutcomeKind, set[NodeId]](set)
+    for node, record in words.records.items():
+        if record.final and record.record.outcome is not None:
+            stated[record.record.outcome.kind].add(node)
+    for kind, nodes in sorted(stated.items()):
+        told = {node for node, view in views.items() if view.outcome is not None and view.outcome.kind == kind}
+        if len(nodes | told) > 1 if words.few else 2 * len(nodes) > len(words.records):
+            return kind
+    return None
 
 
 class AwaitedEnds:

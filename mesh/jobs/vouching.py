@@ -93,7 +93,7 @@ class Vouching:
                 raise Refused("most of the job's witnesses cannot be asked, and its signer may not run jobs")
             return False
         config, records = present
-        vouching = sum(is_writer(signer, manifest, identity, record) for record in records)
+        vouching = sum(is_writer(signer, manifest, identity, record) for record in records.values())
         if 2 * vouching <= len(config.nodes):
             raise Refused("the job's witnesses know no lease of its signer under this term")
         self._writers.keep(writer, None)
@@ -121,15 +121,18 @@ class Vouching:
             return True  # the core refuses it, with the reason
         finally:
             self._waiting -= 1
-        if present is None or not (is_member or self._authority.take_word(job, present[1])):
+        if present is None:
+            return True
+        config, records = present[0], list(present[1].values())
+        if not (is_member or self._authority.take_word(job, records)):
             return True
         if isinstance(message, MakeRoom):
-            return may_ask_for_room(sender, *present)
+            return may_ask_for_room(sender, config, records)
         if isinstance(message, Introduce):
-            return may_seek_witness(sender, *present)
+            return may_seek_witness(sender, config, records)
         if isinstance(message, Accept):
-            return may_introduce(message, present[0])
-        return may_start(sender, message, spec, *present)
+            return may_introduce(message, config)
+        return may_start(sender, message, spec, config, records)
 
     def _asked_for(self, job: bytes, sealed: bytes) -> tuple[JobSpec, bool]:
         """Return a job's description, and whether its submitter is a member now; SpecError if it never could submit it."""
@@ -164,22 +167,17 @@ class Vouching:
         if present is not None and not is_outdated(present):
             return Words(present[1])
         proven = await self._proven(job, spec, nodes_to_ask(present, self._named(job)))
-        return last_words(present, proven, len(spec.witnesses))
+        return last_words(present, proven, len(spec.witnesses), self._authority.recovered_group)
 
     async def _proven(self, job: bytes, spec: JobSpec, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:
-        """Return the records of those of these nodes that are witnesses, as the warrants in each show.
-
-        They lead from the first group to that of the record.
-        """
+        """Return the records of those of these nodes that are witnesses, as the warrants in all of them show."""
         path = f"/v1/jobs/{job.hex()}/witness-record"
         calls = [self._peers.call(node, "GET", path, timeout_s=ANSWER_S) for node in nodes]
         answers = dict(zip(nodes, await asyncio.gather(*calls, return_exceptions=True), strict=True))
-        records = {node: _record(answer) for node, answer in answers.items()}
-        return {
-            node: record
-            for node, record in records.items()
-            if record is not None and record.job == job and node in self._authority.witnesses_by(record, spec)
-        }
+        found = {node: _record(answer) for node, answer in answers.items()}
+        records = {node: record for node, record in found.items() if record is not None and record.job == job}
+        witnesses = self._authority.witnesses_by(records.values(), spec)
+        return {node: record for node, record in records.items() if node in witnesses}
 
     def _named(self, job: bytes) -> list[NodeId]:
         """Return the witnesses that statuses of a job name, one of each status in turn: some statuses may be false."""
@@ -190,7 +188,7 @@ class Vouching:
     async def needed(self, job: bytes) -> Collection[int]:
         """Return the numbers of the checkpoints that a job needs, as most of its witnesses say, or none."""
         words = await self.words(job)
-        return () if words.alone else needed_by_all([known.record.needed for known in words.records])
+        return () if words.few else needed_by_all([known.record.needed for known in words.records.values()])
 
     async def read_by_runner(self, job: bytes, node: NodeId) -> JobSpec | None:
         """Return a job's description if a majority of its witnesses say that this node runs the job; None otherwise."""
@@ -203,7 +201,7 @@ class Vouching:
         if present is None:
             return None
         config, records = present
-        running = sum(runs(node, record.holder, record.record) for record in records)
+        running = sum(runs(node, record.holder, record.record) for record in records.values())
         return spec if 2 * running > len(config.nodes) else None
 
     async def describe(self, job: bytes, first: NodeId | None = None) -> JobSpec | None:

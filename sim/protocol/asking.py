@@ -46,9 +46,9 @@ class AskingNode(StoringNode):
                 self._records(job, nodes_to_ask(present, named), partial(asked, present))
 
         def asked(present: Present | None, answers: Records) -> None:
-            witnesses_by = self.authority.witnesses_by
-            proven = {node: record for node, record in answers.items() if node in witnesses_by(record, spec)}
-            then(last_words(present, proven, len(spec.witnesses)))
+            witnesses = self.authority.witnesses_by(answers.values(), spec)
+            proven = {node: record for node, record in answers.items() if node in witnesses}
+            then(last_words(present, proven, len(spec.witnesses), self.authority.recovered_group))
 
         found(None)
 

@@ -67,8 +67,8 @@ class KeepingNode(AskingNode):
 
     def _forget(self, job: bytes, words: Words) -> None:
         """Forget the checkpoints that a job does not need any more, as most of its witnesses say."""
-        if not words.alone:
-            self.store.forget_old(job, needed_by_all([known.record.needed for known in words.records]))
+        if not words.few:
+            self.store.forget_old(job, needed_by_all([known.record.needed for known in words.records.values()]))
 
     def _ask_for_ends(self) -> None:
         awaited = may_have_ended(self.participant.leaders.values(), self.board.table)

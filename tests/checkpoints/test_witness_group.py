@@ -14,7 +14,7 @@ from mesh.rpc.client import PeerError
 from tests.consensus.worlds import JOB, A, B, C, D, E, make_witness, voters
 
 F = b"\x06" * 32
-OLD, NEW = Config(0, 0, voters(A, B, C)), Config(1, 1, voters(A, D, E))
+OLD, NEW, ALONE = Config(0, 0, voters(A, B, C)), Config(1, 1, voters(A, D, E)), Config(1, 1, voters(A))
 
 
 def record(config: Config = OLD, **changes: Any) -> WitnessRecord:
@@ -108,15 +108,23 @@ async def test_groups_are_followed_a_limited_number_of_times() -> None:
 
 
 def test_group_is_outdated_if_one_of_it_knows_a_later_one() -> None:
-    assert not is_outdated((NEW, [record(), record(NEW)]))
-    assert is_outdated((OLD, [record(), record(NEW)]))
+    assert not is_outdated((NEW, {A: record(), D: record(NEW)}))
+    assert is_outdated((OLD, {A: record(), B: record(NEW)}))
 
 
 def test_later_group_counts_by_the_word_of_most_of_it() -> None:
-    new, present = dict.fromkeys((A, D), record(NEW)), (OLD, [record(), record(), record(NEW)])
-    assert last_words(present, {**new, B: record()}, 3) == Words([record(NEW)] * 2)
-    assert last_words(None, new, 3) == Words([record(NEW)] * 2)
-    for made_up in ({A: record(NEW), B: record(), D: record()}, {A: record(Config(1, 1, voters(A)))}, {}):
-        assert last_words(present, made_up, 3) == Words(present[1]), "one former witness has made it up"
-        assert last_words(None, made_up, 3) == Words(tuple(made_up.values()), tuple(made_up))
-    assert last_words(None, {}, 1) == Words()
+    new, present = dict.fromkeys((A, D), record(NEW)), (OLD, {A: record(), B: record(), C: record(NEW)})
+    for known in (present, None):
+        assert last_words(known, {**new, B: record()}, 3, lambda one: None) == Words(new)
+    for made_up in ({A: record(NEW), B: record(), D: record()}, {A: record(ALONE)}, {}):
+        words = last_words(present, made_up, 3, lambda one: None)
+        assert words == Words({**present[1], **made_up}, few=True), "one former witness has made it up"
+        assert last_words(None, made_up, 3, lambda one: None) == Words(made_up, few=True)
+
+
+def test_small_later_group_counts_if_the_user_has_named_it() -> None:
+    """Regression: of a job that was recovered on one node, nobody learned the end."""
+    known = {A: record(ALONE)}
+    won = msgspec.structs.replace(ALONE, term=2)
+    for named, few in ((ALONE, False), (won, False), (Config(1, 1, voters(B)), True), (NEW, True), (None, True)):
+        assert last_words(None, known, 3, lambda one, named=named: named) == Words(known, few)

@@ -16,7 +16,7 @@ from mesh.jobs.awaited_ends import AGAIN_MAX_S, AGAIN_S, AT_ONCE, AwaitedEnds
 from mesh.jobs.job_table import JobTable
 from mesh.model.record import JobRecord, OutcomeKind
 from mesh.model.spec import JobSpec
-from tests.consensus.worlds import A, B, C, make_leader, make_spec, make_witness
+from tests.consensus.worlds import A, B, C, D, make_leader, make_spec, make_witness
 from tests.jobs.test_job_table import DONE, LIMITED, PLACE, view
 
 FIRST = b"f" * 16
@@ -32,7 +32,7 @@ class World:
     """A node whose leader has a job wait for `FIRST`; `records`: of the witnesses of that one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
-        self.now, self.records, self.alone = 100.0, list[WitnessRecord](), frozenset[bytes]()
+        self.now, self.records, self.few = 100.0, dict[bytes, WitnessRecord](), False
         self.asked: list[bytes] = []
         self.at_once: list[int] = []
         self.specs: dict[bytes, JobSpec] = {}
@@ -50,7 +50,7 @@ class World:
     async def words(self, job: bytes) -> Words:
         self.at_once.append(len(self.ends._asking))
         await asyncio.sleep(0)
-        return Words(self.records, self.alone)
+        return Words(self.records, self.few)
 
     async def describe(self, job: bytes, first: bytes | None = None) -> JobSpec:
         assert first == self.leader.spec.submitter
@@ -68,10 +68,10 @@ async def test_status_alone_ends_no_job_for_those_that_wait(monkeypatch: pytest.
     world = World(monkeypatch)
     world.table.update(B, FIRST, view("failed", outcome=FAILED))
     assert await world.look() == {}, "no witness answers"
-    world.records = [record("done", final=False), record("done", final=False)]
+    world.records = {A: record("done", final=False), B: record("done", final=False)}
     world.now += AGAIN_MAX_S
     assert await world.look() == {}, "an end that no majority is known to hold"
-    world.records = [record("done")]
+    world.records = {A: record("done")}
     world.now += AGAIN_MAX_S
     assert await world.look() == {FIRST: "done"} and world.learned == 1
     assert world.table.array_ends == {PLACE.array: 1 << PLACE.place}
@@ -82,22 +82,32 @@ async def test_status_alone_ends_no_job_for_those_that_wait(monkeypatch: pytest.
 
 async def test_end_counts_as_most_witnesses_state_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
-    world.records = [record("failed"), record(None, final=False)]
-    assert await world.look() == {}, "one malicious witness says so"
-    world.records = [record("failed"), record("done"), record("done")]
+    world.table.update(D, FIRST, view("failed", outcome=FAILED))
+    world.records = {A: record("failed"), B: record(None, final=False)}
+    assert await world.look() == {}, "one malicious witness says so, and another member"
+    world.records = {A: record("failed"), B: record("done"), C: record("done")}
     world.now += AGAIN_S
     assert await world.look() == {FIRST: "done"}
 
 
-async def test_word_of_one_witness_counts_only_if_another_node_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_word_of_one_of_few_witnesses_counts_if_another_node_says_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch)
-    world.records, world.alone = [record("failed")], frozenset({A})
-    for source, status in ((A, view("failed", outcome=FAILED)), (B, view("done", outcome=DONE))):
-        world.table.update(source, FIRST, status)
-        assert await world.look() == {}
-        world.now += 300.0
-    world.table.update(C, FIRST, view("failed", outcome=FAILED))
-    assert await world.look() == {FIRST: "failed"}
+    world.few, world.records = True, {A: record("failed"), B: record(None, final=False), C: record("done")}
+    world.table.update(A, FIRST, view("failed", outcome=FAILED))
+    assert await world.look() == {}, "a node does not confirm itself, and two witnesses say otherwise"
+    world.table.update(D, FIRST, view("done", outcome=DONE))
+    world.now += 300.0
+    assert await world.look() == {FIRST: "done"}, "another node's status says so"
+    world = World(monkeypatch)
+    world.few, world.records = True, {A: record("failed"), B: record(None, final=False), C: record("failed")}
+    assert await world.look() == {FIRST: "failed"}, "another witness says so"
+    world = World(monkeypatch)
+    world.few, world.records = True, {A: record(None, final=False)}
+    for node in (B, C):
+        world.table.update(node, FIRST, view("failed", outcome=FAILED))
+    assert await world.look() == {}, "no witness says so"
 
 
 async def test_witnesses_are_asked_now_and_then_while_the_job_may_be_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +171,7 @@ async def test_node_that_starts_late_learns_the_first_ends_of_an_array(monkeypat
 
     await world.look()
     assert held_back() and not world.table.ends, "a status alone counts no place"
-    world.records = [record("done")]
+    world.records = {A: record("done")}
     world.now += AGAIN_S
     assert len(await world.look()) == 80 and not held_back()
 

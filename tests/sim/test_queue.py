@@ -77,7 +77,7 @@ class TestNegativeControls:
 
     def test_end_that_one_witness_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def any_of(words: Words, views: object) -> OutcomeKind | None:
-            ends = [known.record.outcome for known in words.records if known.final]
+            ends = [known.record.outcome for known in words.records.values() if known.final]
             return next((outcome.kind for outcome in ends if outcome is not None), None)
 
         monkeypatch.setattr("sim.protocol.upkeep.stated_end", any_of)
