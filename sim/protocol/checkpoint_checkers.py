@@ -102,10 +102,12 @@ class ReplicasReturn(JobChecker):
             or job not in world.accepted - world.lost
             or witness_record.config != world.groups.get(job)  # this witness may have missed what came after
             or commit is None
-            or attempt is None
-            or attempt.reason
-            or not attempt.running_unix_ms
         ):
+            return
+        if attempt is None or attempt.reason or not attempt.running_unix_ms:
+            self._short.pop(
+                (job, commit.manifest), None
+            )  # no runner repairs it, and a false status can keep others from it
             return
         there = [other for other in world.nodes if not other.gone]
         copies = sum(other.store.complete(commit.manifest) for other in there)

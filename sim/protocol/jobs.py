@@ -644,6 +644,8 @@ class JobNode(KeepingNode):
         self.disk.saves += 1
         self._publish_recovery(witness_record)
         self.world.saved(self, witness_record)
+        if self.will_decide_alone(witness_record):
+            self.lies.pop(witness_record.job, None)
         given_up = witness_record.record.abandoned
         for checker in self.world.job_checkers:
             if given_up is not None and given_up.manifest not in self.world.given_up:
@@ -651,6 +653,9 @@ class JobNode(KeepingNode):
             checker.saved(self.world, self, witness_record)
         if given_up is not None:
             self.world.given_up.add(given_up.manifest)
+
+    def will_decide_alone(self, witness_record: WitnessRecord) -> bool:
+        return majority(witness_record.config.members, {Voter(self.id, self.disk.name)})
 
     # --- guests
 
@@ -903,8 +908,10 @@ class JobsWorld(MembershipWorld):
         return all(other in self.accepted and self._can_end(other) for other in others)
 
     def _end_is_kept(self, job: bytes) -> bool:
+        """Tell whether others can learn how a job ended. Without most of a witness group, the word of one node proves nothing."""
         there = [node.disk.witness_records.get(job) for node in self.nodes if not node.gone]
-        return any(record is not None and record.final for record in there)
+        keepers = sum(record is not None and record.final for record in there)
+        return keepers > (job in self.lost - self.recovered)
 
     def waits_for(self, job: bytes) -> list[bytes]:
         """Return the jobs whose ends another one may have to wait for."""
@@ -1249,7 +1256,7 @@ class JobsWorld(MembershipWorld):
         """A malicious member publishes, as the furthest view of each job, that it has ended or needs newer checkpoints only, or
         that some nodes have its last checkpoint.
 
-        It answers so as a witness, too, unless it decides alone.
+        It answers so as a witness, too, unless it decides alone, or soon will.
         """
         rng = self.streams.get("world", "rumours")
         for job, status in sorted(liar.board.table.all().items()):
@@ -1266,8 +1273,7 @@ class JobsWorld(MembershipWorld):
             told = msgspec.structs.replace(status, rank=rank, outcome=outcome, commit=commit, needed=needed)
             liar.core.publish(STATUSES + format_job(job), encode_status(told), STATUS_TTL_S)
             self.rumours += 1
-            alone = {Voter(liar.id, liar.disk.name)}
-            if witness is not None and not decides(witness.witness_record.config, alone):
+            if witness is not None and not liar.will_decide_alone(witness.witness_record):
                 record = msgspec.structs.replace(witness.witness_record.record, needed=needed, outcome=outcome)
                 liar.lies[job] = msgspec.structs.replace(witness.witness_record, record=record, final=kind is not None)
 
