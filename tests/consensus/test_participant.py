@@ -761,13 +761,13 @@ def test_witness_is_led_by_those_it_knows_alone(earlier: tuple[Any, ...]) -> Non
 
 def test_earlier_groups_are_kept_with_their_warrants_and_bounded() -> None:
     participant = reader()
-    groups = [Config(number, 3, voters(A, B, node)) for number, node in enumerate((D, E, C, D, E, C), 1)]
+    groups = [Config(number, 3, voters(A, B, node)) for number, node in enumerate((D, E, C, D, E, C, D, E, C, D), 1)]
     for number, group in enumerate(groups, 1):
         accept = Accept(JOB, 3, number, group, JobRecord(version=1), None, warrants=(names_group(B, group),))
         participant.receive(B, accept, at(number))
     known = participant.witnesses[JOB].witness_record
-    assert known.config == groups[-1] and MOST_EARLIER == 4
-    assert known.earlier == tuple((group, (names_group(B, group),)) for group in reversed(groups[1:5]))
+    assert known.config == groups[-1] and MOST_EARLIER == 8
+    assert known.earlier == tuple((group, (names_group(B, group),)) for group in reversed(groups[1:9]))
 
 
 def test_newcomer_keeps_the_joint_group_that_the_leaving_have_accepted() -> None:
