@@ -379,9 +379,9 @@ class Authority:
         named = [group for group in map(self.recovered_group, records) if group is not None]
         proven = {voter.node for voter in spec.witnesses}.union(*(group.nodes for group in named))
         known = [
-            (record.job, *known)
+            (record.job, *group)
             for record in records
-            for known in (*record.earlier[:MOST_EARLIER], (record.config, record.warrants))
+            for group in (*record.earlier[:MOST_EARLIER], (record.config, record.warrants))
         ]
         for job, group, warrants in sorted(known, key=lambda one: one[1].order):
             if any(self.warrants_group(one, job, group) in proven for one in warrants[:MOST_WARRANTS]):

@@ -105,9 +105,8 @@ class ReplicasReturn(JobChecker):
         ):
             return
         if attempt is None or attempt.reason or not attempt.running_unix_ms:
-            self._short.pop(
-                (job, commit.manifest), None
-            )  # no runner repairs it, and a false status can keep others from it
+            # Others than its runner repair it by the word of statuses, and some may be false.
+            self._short.pop((job, commit.manifest), None)
             return
         there = [other for other in world.nodes if not other.gone]
         copies = sum(other.store.complete(commit.manifest) for other in there)

@@ -911,7 +911,7 @@ class JobsWorld(MembershipWorld):
         """Tell whether others can learn how a job ended. Without most of a witness group, the word of one node proves nothing."""
         there = [node.disk.witness_records.get(job) for node in self.nodes if not node.gone]
         keepers = sum(record is not None and record.final for record in there)
-        return keepers > (job in self.lost - self.recovered)
+        return keepers >= (2 if job in self.lost - self.recovered else 1)
 
     def waits_for(self, job: bytes) -> list[bytes]:
         """Return the jobs whose ends another one may have to wait for."""
