@@ -126,8 +126,8 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         "--after",
         type=JOB_LIST,
         multiple=True,
-        metavar="JOB,JOB",
-        help="Start after these jobs have succeeded. Repeatable.",
+        metavar="[any:]JOB,...",
+        help="Start after these jobs have succeeded; any:JOB, once it is over, however it ends. Repeatable.",
     ),
     click.option(
         "--retry-on",

@@ -374,9 +374,11 @@ class Leader:
     def held_back(self) -> str:
         """Return why the job may not start yet, whatever nodes offer; it is not in the queue meanwhile."""
         ends = self.view.ends if self.view is not None else {}
-        first = [format_job(job)[:8] for job in self.spec.after if ends.get(job) != "done"]
+        first = [job for job in self.spec.after if ends.get(job) != "done"]
+        first += [job for job in self.spec.after_any if job not in ends]
         if first:
-            return "after " + ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
+            names = ", ".join(format_job(job)[:8] for job in first[:3])
+            return f"after {names}" + (f" and {len(first) - 3} more" if len(first) > 3 else "")
         array = self.spec.array
         if array is None or not array.limit or self.view is None:
             return ""

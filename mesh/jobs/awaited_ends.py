@@ -34,7 +34,7 @@ def may_have_ended(leaders: Iterable[Leader], job_table: JobTable) -> dict[bytes
     waiting = [leader.spec for leader in leaders if leader_acts(leader) and not leader.witness.finished]
     arrays = {spec.array.array: spec.submitter for spec in waiting if spec.array is not None and spec.array.limit}
     awaited = {job: submitter for array, submitter in arrays.items() for job in job_table.jobs_of(array)}
-    awaited |= {job: spec.submitter for spec in waiting for job in spec.after}
+    awaited |= {job: spec.submitter for spec in waiting for job in (*spec.after, *spec.after_any)}
     return {job: submitter for job, submitter in awaited.items() if job_table.may_be_over(job)}
 
 

@@ -149,9 +149,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     share needs it; without a share, each GPU must have `vram_mib`.
 
     When: `max_time_s` limits the running time over all attempts. `after` names jobs that must be done first; if one of them
-    ends otherwise, this job fails. A job that is not done at `deadline_unix_ms` fails. `error_budget` failures are retried,
-    or only those with an exit code in `retry_codes`. `on_partition`: what the guest does while no majority of its witnesses
-    answers.
+    ends otherwise, this job fails. `after_any` names jobs that must be over first, however they end. A job that is not done at
+    `deadline_unix_ms` fails. `error_budget` failures are retried, or only those with an exit code in `retry_codes`.
+    `on_partition`: what the guest does while no majority of its witnesses answers.
 
     What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md). It
     reads the data sets in `data`. `uv` names its Python environment (docs/explanation/environments.md). `network`: the hosts
@@ -195,6 +195,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     max_time_s: float | None = None
     priority: int = DEFAULT_PRIORITY
     after: tuple[bytes, ...] = ()
+    after_any: tuple[bytes, ...] = ()
     retry_codes: tuple[int, ...] = ()
     deadline_unix_ms: int | None = None
     array: ArrayPlace | None = None
@@ -385,7 +386,8 @@ def check_spec(spec: JobSpec) -> None:
         )
     if spec.image_id is not None and (spec.image is None or len(spec.image_id) != 32):
         raise SpecError("an image is known by the 32 bytes of its hash, and has a name")
-    if len(spec.after) > MAX_AFTER or any(len(job) != JOB_ID_BYTES for job in spec.after):
+    first = (*spec.after, *spec.after_any)
+    if len(first) > MAX_AFTER or any(len(job) != JOB_ID_BYTES for job in first):
         raise SpecError(f"a job comes after at most {MAX_AFTER} others")
     if not 0 <= spec.priority <= MAX_PRIORITY:
         raise SpecError(f"priority must be 0 to {MAX_PRIORITY}")

@@ -124,6 +124,7 @@ LEASE_S = 6.0
 CLOCKS_SEEN_S = OBSERVE_S + 0.5  # until a node whose wall clock was set right has looked at it
 LIE = "lie"  # begins the detail of an outcome that a malicious witness made up
 AGREE_S = 30.0  # for restarted nodes to rejoin before a user recovers a job
+ANY_END_SHARE = 0.3  # of jobs that come after another one: however that ends
 SELDOM_SHARE = 0.2  # of jobs that save once, after their first few steps
 STEPS = (20, 90)  # of a job
 LONG_SHARE, LONG_STEPS = 0.3, (150, 220)  # of jobs where places are few: no job makes room in its first two minutes
@@ -875,7 +876,7 @@ class JobsWorld(MembershipWorld):
         # Jobs that wait for each other are shunned in turn (seed 1305005).
         shunned_s = SHUNNED_S * (2**MOST_HICCUPS - 1) if self.work_plan.failing else 0.0
         specs = map(self.specs.__getitem__, self.work)
-        in_turn = 1 + sum(bool(spec.after) or bool(spec.array and spec.array.limit) for spec in specs)
+        in_turn = 1 + sum(bool(spec.after or spec.after_any) or bool(spec.array and spec.array.limit) for spec in specs)
         steps = sum(work.steps for work in self.work.values())
         return 90.0 + shunned_s * in_turn + steps * STEP_S + BETWEEN_JOBS_S * len(self.work)
 
@@ -917,7 +918,7 @@ class JobsWorld(MembershipWorld):
         """Return the jobs whose ends another one may have to wait for."""
         array = self.specs[job].array
         before = self.arrays[array.array][: array.place] if array is not None and array.limit else ()
-        return [*self.specs[job].after, *before]
+        return [*self.specs[job].after, *self.specs[job].after_any, *before]
 
     def _has_room(self, job: bytes) -> bool:
         """Tell whether as many nodes as the job needs can ever run it. A job whose submitter is revoked stays with the nodes that
@@ -1006,7 +1007,8 @@ class JobsWorld(MembershipWorld):
         if plan.busy:
             fields["priority"] = rng.choice(PRIORITIES)
         if self.accepted and rng.random() < plan.after:
-            fields["after"] = (rng.choice(sorted(self.accepted)),)
+            any_end = self.streams.get("world", "any end").random() < ANY_END_SHARE
+            fields["after_any" if any_end else "after"] = (rng.choice(sorted(self.accepted)),)
         if number == 0 or rng.random() >= plan.arrays:
             return [fields]
         array, of, limit = rng.randbytes(JOB_ID_BYTES), rng.randint(2, 4), rng.randint(0, 2)

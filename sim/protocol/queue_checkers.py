@@ -16,7 +16,7 @@ STAY_S = 120.0 - 3.0  # that a job stays on its nodes before it makes room; cloc
 
 
 class InOrder(JobChecker):
-    """A job starts only after all jobs that it comes after have succeeded.
+    """A job starts only after all jobs that it comes after have succeeded, or are over where that is enough.
 
     Found by: leaders that do not wait.
     """
@@ -25,18 +25,23 @@ class InOrder(JobChecker):
 
     def __init__(self) -> None:
         self._done: set[bytes] = set()
+        self._over: set[bytes] = set()
 
     def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
         outcome = witness_record.record.outcome
-        if witness_record.final and outcome is not None and outcome.kind == "done":
-            self._done.add(witness_record.job)
+        if witness_record.final and outcome is not None:
+            self._over.add(witness_record.job)
+            if outcome.kind == "done":
+                self._done.add(witness_record.job)
 
     def launched(self, world: JobsWorld, node: JobNode, job: bytes, spec: bytes) -> None:
         stated = world.specs.get(job)
-        missing = set(stated.after) - self._done if stated is not None else ()
+        if stated is None:
+            return
+        missing = (set(stated.after) - self._done) | (set(stated.after_any) - self._over)
         if missing:
             names = ", ".join(format_job(other)[:8] for other in missing)
-            raise self.violated(world, job, f"{node.name} starts it before {names} succeeded")
+            raise self.violated(world, job, f"{node.name} starts it before {names} ended as it has to")
 
 
 class ArrayLimit(JobChecker):

@@ -167,6 +167,16 @@ def test_job_waits_for_its_dependencies() -> None:
     assert len(sends(leader.observe(done, at(1)), Start)) == 1
 
 
+@pytest.mark.parametrize("kind", ["done", "failed", "cancelled"])
+def test_job_starts_once_another_is_over_however_that_ended(kind: str) -> None:
+    leader = make_leader(witness=make_witness(spec=make_spec(after_any=(b"1" * 16,))))
+    term = elect(leader, leader.observe(make_view(A, (A, B, C, D)), at(0)), 0)
+    leader.handle(A, promise(term), at(0))
+    assert sends(leader.handle(B, promise(term), at(0)), Start) == [] and leader.detail.startswith("after ")
+    over = make_view(A, (A, B, C, D), ends={b"1" * 16: kind})
+    assert len(sends(leader.observe(over, at(1)), Start)) == 1
+
+
 @pytest.mark.parametrize(("kind", "words"), [("failed", ", failed"), ("cancelled", ", was cancelled")])
 def test_job_fails_with_its_dependency(kind: str, words: str) -> None:
     leader, effects = held_back(ends={b"1" * 16: "done", b"2" * 16: kind})

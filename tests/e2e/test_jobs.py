@@ -290,10 +290,14 @@ def test_dependent_job_waits_for_the_first_job_and_fails_with_it(shared: Stack) 
     assert mesh(node, "wait", second).returncode == 0 and job_state(node, first)["state"] == "done"
     slow = ok(node, "submit", "--no-workdir", "--", "sleep", "60").strip()
     third = ok(node, "submit", "--no-workdir", "--after", slow, "--after", first, "--", "true").strip()
+    report = ok(other, "submit", "--no-workdir", "--after", f"any:{slow}", "--", "true").strip()
+    until(lambda: job_state(node, report).get("detail") == f"after {slow[:8]}", "the report to wait, too")
     ok(node, "cancel", slow)
     assert "which it comes after, was cancelled" in finished(node, third)["outcome"]["detail"]
+    assert mesh(node, "wait", report).returncode == 0, "it runs however the other ends"
     refused = mesh(node, "submit", "--no-workdir", "--after", slow, "--", "true")
     assert refused.returncode == 1 and "not well" in refused.stderr
+    assert mesh(node, "run", "--no-workdir", "--after", f"any:{slow}", "--", "true").returncode == 0
 
 
 def test_array_is_addressed_by_one_name(shared: Stack) -> None:

@@ -184,3 +184,10 @@ async def test_places_of_an_array_without_a_limit_are_not_asked_about(monkeypatc
         world.table.update(A, b"r" * 16, view("running", array=place))
         await world.look()
         assert world.asked == [FIRST] * bool(limit)
+
+
+async def test_end_that_may_be_of_any_kind_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, after=(), after_any=(FIRST,))
+    world.table.update(B, FIRST, view("failed", outcome=FAILED))
+    world.records = {B: record("failed"), C: record("failed")}
+    assert await world.look() == {FIRST: "failed"}

@@ -34,7 +34,7 @@ EVENTS_SHOWN = 20
 _Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
 # Fields of a spec that a description leaves out: shown in another form, or of no use to a person.
 UNTOLD = {"submitter", "chain", "nonce", "witnesses", "workdir", "workdir_holders"}
-UNTOLD |= {"checkpointing", "array", "after", "lock", "secrets", "uv", "on", "not_on"}
+UNTOLD |= {"checkpointing", "array", "after", "after_any", "lock", "secrets", "uv", "on", "not_on"}
 
 
 class JobHandlers:
@@ -167,7 +167,7 @@ class JobHandlers:
             asked["secret_nodes"] = [nick_in(nicks, node) for node in spec.secrets.nodes]
         if spec.uv is not None:
             asked["environment"] = spec.uv.lock
-        asked["after"] = [format_job(job) for job in spec.after]
+        asked["after"] = [*map(format_job, spec.after), *(f"any:{format_job(job)}" for job in spec.after_any)]
         events = await self.events(format_job(status.job), 0)
         return schemas.jobs.Described(
             job=self.show(whole), asked=asked, group=status.config.number, events=events[-EVENTS_SHOWN:]

@@ -50,6 +50,7 @@ from mesh.util.backoff import Backoff
 from mesh.util.errors import ExitCode, MeshError
 from placement.decision import cannot_ever, replica_order, witness_order
 
+ANY_END = "any:"  # before a job in `--after`: however that ends
 WORKDIR_REPLICAS = 2
 NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_])?")  # of a job
 LEAST_MEMORY_MIB = 6  # Docker's least
@@ -188,7 +189,7 @@ class SubmissionHandlers:
         _check_order(order)
         chosen = tuple(find_node(self._membership, name).node_id for name in order.ckpt_to)
         for name in order.after:
-            await self._lookup.load(name)
+            await self._lookup.load(name.removeprefix(ANY_END))
         members = [m for m in self._membership.members() if m.state == "alive" and not m.draining]
         alive = [member.node_id for member in members]
         needs, command = await self._data.needs(order.data), await asyncio.to_thread(_command, order)
@@ -230,6 +231,8 @@ class SubmissionHandlers:
     def _spec(
         self, order: SubmitOrder, command: dict[str, Any], chosen: tuple[bytes, ...], alive: list[bytes]
     ) -> JobSpec:
+        done = [name for name in order.after if not name.startswith(ANY_END)]
+        over = [name.removeprefix(ANY_END) for name in order.after if name.startswith(ANY_END)]
         return JobSpec(
             submitter=self._lookup.me,
             chain=self._membership.chain,
@@ -263,7 +266,8 @@ class SubmissionHandlers:
             max_time_s=order.max_time_s,
             deadline_unix_ms=None if order.deadline_unix is None else int(order.deadline_unix * 1000),
             priority=order.priority,
-            after=tuple(job for name in order.after for job in self._dependencies(name)),
+            after=tuple(job for name in done for job in self._dependencies(name)),
+            after_any=tuple(status.job for name in over for status in self._lookup.find_jobs(name)),
             home=self._home_policy(order.home),
             network=_network(order.network),
         )
