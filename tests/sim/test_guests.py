@@ -20,10 +20,13 @@ def test_every_kind_of_work_is_drawn_by_some_seed() -> None:
         assert DRAWN // 4 < sum(getattr(draw_work_plan(seed), share) > 0 for seed in range(DRAWN)) < DRAWN
 
 
-def test_jobs_end_as_their_guests_do() -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_jobs_end_as_their_guests_do(count: int) -> None:
     """Without faults: a guest that always fails is tried as often as its job says; one that fails rarely gets to its end."""
     quiet = FaultPlan(incidents=(), news_every_s=0.0, until_s=300.0)
-    worlds = [checked(seed, faults=quiet, mesh=MeshPlan(gangs=0.0), work=WorkPlan(failing=1.0)) for seed in range(5)]
+    worlds = [
+        checked(seed, faults=quiet, mesh=MeshPlan(gangs=0.0), work=WorkPlan(failing=1.0)) for seed in range(count)
+    ]
     ends = Counter[tuple[bool, str | None]]()
     for world in worlds:
         world.run()

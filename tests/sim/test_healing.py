@@ -50,7 +50,7 @@ def cut(world: MembershipWorld, share: float, for_s: float) -> None:
     world.cuts.clear()
 
 
-@pytest.mark.parametrize("seed", seeds(2, 10))
+@pytest.mark.parametrize("seed", seeds(1, 10))
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_partition_heals_after_both_sides_declared_each_other_dead(seed: int, share: float) -> None:
     """memberlist issue 222: a node that was partitioned for minutes never rejoined."""

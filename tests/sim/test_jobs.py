@@ -96,9 +96,10 @@ def test_job_invariants_hold_under_all_faults(first: int) -> None:
     assert ends["done"] > 0.1 * accepted and ends["failed"]
 
 
-def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("played", [(8, 13), pytest.param((8, 13, 21, 22), marks=pytest.mark.slow)])
+def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch, played: tuple[int, ...]) -> None:
     monkeypatch.setattr("sim.protocol.jobs.HOME_SHARE", 1.0)
-    worlds = [checked(seed, mesh=MeshPlan()) for seed in (8, 13, 21, 22)]  # many of their jobs return
+    worlds = [checked(seed, mesh=MeshPlan()) for seed in played]  # many of their jobs return
     for world in worlds:
         world.run()
     assert sum(world.returns for world in worlds) > 5
@@ -115,15 +116,16 @@ def test_every_fault_is_drawn_by_some_seed() -> None:
     assert DRAWN // 3 < sum(mesh.late > 0 for mesh in meshes) < DRAWN
 
 
-def test_old_copies_of_journals_are_noticed() -> None:
+@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_old_copies_of_journals_are_noticed(count: int) -> None:
     faults = FaultPlan(
         incidents=("old copy", "crash", "notice"), incident_every_s=10.0, news_every_s=0.0, until_s=300.0
     )
-    worlds = [checked(seed, faults=faults, mesh=MeshPlan()) for seed in range(8)]
+    worlds = [checked(seed, faults=faults, mesh=MeshPlan()) for seed in range(count)]
     for world in worlds:
         world.run()
     copies = sum((world.old_copies for world in worlds), Counter[str]())
-    assert copies["noticed"] > 8 and copies["noticed"] > 4 * copies["unnoticed"]
+    assert copies["noticed"] > count and copies["noticed"] > 4 * copies["unnoticed"]
 
 
 def test_one_seed_gives_one_digest_in_any_process() -> None:

@@ -17,6 +17,7 @@ from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan
 from sim.protocol.guest_checkers import JustEnds
 from sim.protocol.jobs import JobsWorld
 from sim.protocol.queue_checkers import MAKES_ROOM, ArrayLimit, InOrder, JustPreemption
+from tests.sim.seeds import seeds
 from tests.sim.test_jobs import found
 
 QUIET = FaultPlan(incidents=("notice",), incident_every_s=40.0, news_every_s=0.0, until_s=300.0)
@@ -39,17 +40,19 @@ def rumours(seed: int, **work: float) -> JobsWorld:
     return JobsWorld(seed, faults=RUMOURS, mesh=SMALL, work=WorkPlan(**(work or {"after": 1.0})), job_checkers=checkers)
 
 
-def test_rumours_start_and_fail_no_job() -> None:
-    worlds = [*(rumours(seed) for seed in range(4)), *(rumours(seed, arrays=1.0) for seed in range(2))]
+@pytest.mark.parametrize("seed", seeds(1, 4))
+def test_rumours_start_and_fail_no_job(seed: int) -> None:
+    worlds = [rumours(seed), rumours(seed, arrays=1.0)]
     for world in worlds:
         world.run()
     assert all(world.rumours for world in worlds)
 
 
-def test_jobs_make_room_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("played", [(2,), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
+def test_jobs_make_room_and_return(monkeypatch: pytest.MonkeyPatch, played: tuple[int, ...]) -> None:
     monkeypatch.setattr("sim.protocol.jobs.LONG_SHARE", 0.8)
-    checkers = [JustPreemption() for _ in range(4)]
-    for seed, checker in enumerate(checkers):
+    checkers = [JustPreemption() for _ in played]
+    for seed, checker in zip(played, checkers, strict=True):
         busy(seed, checker).run()
     assert sum(checker.notices for checker in checkers) > 0
 
