@@ -59,6 +59,7 @@ def test_partition_heals_after_both_sides_declared_each_other_dead(seed: int, sh
     assert until_agreed(world, within_s=35.0) > 0
 
 
+@pytest.mark.slow
 def test_partition_does_not_heal_without_reconciling_with_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control. Discovery is off for nodes that have peers, because it would heal the partition too."""
     monkeypatch.setattr(Swim, "_reconcile_with_one", lambda self, members, unless_equal, now: [])

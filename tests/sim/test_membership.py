@@ -123,6 +123,7 @@ class TestNegativeControls:
         monkeypatch.setattr(Swim, "_accuse", inventive)
         assert found(harsh).startswith("M1")
 
+    @pytest.mark.slow
     def test_missing_reconciliation_with_the_dead(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = Swim.on_timer
 
@@ -137,6 +138,7 @@ class TestNegativeControls:
         )
         assert found(lambda seed: harsh(seed, incidents=("partition",), incident_every_s=60.0)).startswith("M4")
 
+    @pytest.mark.slow
     def test_epoch_that_is_not_persisted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(MembershipWorld, "epoch_to_use", lambda self, epoch: 1)
         assert found(lambda seed: harsh(seed, incidents=("crash",), incident_every_s=4.0)).startswith("S1")
@@ -158,6 +160,7 @@ class TestNegativeControls:
 
         assert found(stalls).startswith(("M12", "M13"))
 
+    @pytest.mark.slow
     def test_member_table_that_accepts_older_evidence(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(MemberTable, "apply", _apply_anything)
         assert found(harsh).startswith(("M2", "M3", "M10"))
@@ -217,6 +220,7 @@ class TestNegativeControls:
         monkeypatch.setattr(RecordTable, "expire", lambda self, now_unix: [])
         assert found(harsh).startswith("S4")
 
+    @pytest.mark.slow
     def test_revoked_members_that_are_still_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from membership.trust import TrustStore
 
