@@ -9,7 +9,7 @@ import pytest
 
 from tests.fake.child import run
 from tests.fake.client import Driver
-from tests.fake.world import World
+from tests.fake.world import MIB, World
 
 pytestmark = pytest.mark.cc
 
@@ -56,6 +56,31 @@ def contexts(driver: Driver) -> None:
     assert seen == [0]
     driver.cuDevicePrimaryCtxRelease_v2(0)
     assert driver.code("cuCtxSynchronize") == 709
+
+
+def crowd(driver: Driver) -> list[int]:
+    """Return the MiB taken after 100 streams, after a context, after 33 streams in it, and once it has ended."""
+    driver.start()
+    taken, free = [], driver.free_memory()[0]
+
+    def count() -> None:
+        taken.append((free - driver.free_memory()[0]) // MIB)
+
+    for _ in range(100):
+        driver.out("cuStreamCreate", 0)
+    count()
+    own = driver.out("cuCtxCreate_v2", 0, 0)
+    count()
+    for _ in range(33):
+        driver.out("cuStreamCreate", 0)
+    count()
+    driver.cuCtxDestroy_v2(own)
+    count()
+    return taken
+
+
+def test_contexts_and_many_streams_take_memory(world: World) -> None:
+    assert run(world, crowd) == [54, 354, 372, 54]
 
 
 def test_each_thread_has_a_stack_of_contexts(make_world: MakeWorld) -> None:

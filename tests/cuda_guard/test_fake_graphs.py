@@ -93,7 +93,7 @@ def graph_memory(driver: Driver) -> None:
     driver.cuDeviceGraphMemTrim(0)
     assert attribute(2) == 8 * MIB
     driver.cuMemFreeAsync(node.pointer, stream)
-    assert (attribute(0), attribute(2)) == (0, 8 * MIB)
+    assert (attribute(0), attribute(2)) == (8 * MIB, 8 * MIB)
     driver.cuGraphLaunch(ready, stream)
     driver.cuMemFreeAsync(node.pointer, stream)
     driver.cuStreamSynchronize(stream)

@@ -143,8 +143,9 @@ def test_queries_take_the_host_time(make_world: MakeWorld) -> None:
 def waiting(driver: Driver, width: int, flags: int, wanted: int, values: tuple[int, ...]) -> list[int]:
     """Return whether the kernel behind the wait was done after each value."""
     driver.start()
-    memory = (ctypes.c_uint64 * 1)(values[0])
-    address = ctypes.addressof(memory)
+    address = driver.out("cuMemHostAlloc", 8, 0)
+    memory = (ctypes.c_uint64 * 1).from_address(address)
+    memory[0] = values[0]
     waits, runs = driver.out("cuStreamCreate", NON_BLOCKING), driver.out("cuStreamCreate", NON_BLOCKING)
     driver.call(f"cuStreamWaitValue{width}_v2", waits, address, wanted, flags)
     driver.launch(driver.kernel("k_10us"), waits)

@@ -27,7 +27,7 @@ def test_guard_exports_the_drivers_symbols(make_bench: Callable[..., Bench]) -> 
 
 def test_every_name_version_and_flag_resolves_to_the_right_function(make_bench: Callable[..., Bench]) -> None:
     """For all of cuda.h: the guard's function if it is hooked, else the driver's, with the driver's status."""
-    machine = make_bench()
+    machine = make_bench(driver_version=13050)  # which knows all of that
     fake = machine.world.fakes.cuda
 
     def swapped(driver: Driver) -> int:

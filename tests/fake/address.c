@@ -69,15 +69,16 @@ static void *given(void *address) {
   return address;
 }
 
+static int newest(void) { return driver_world != NULL ? (int)driver_world->config.driver_version : 13000; }
+
 static CUdriverProcAddressQueryResult resolve(const char *name, int version, bool per_thread, void **address) {
   const struct row *found = NULL;
   bool known = false, own = false;
-  const int newest = driver_world != NULL ? (int)driver_world->config.driver_version : 13000;
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-    own |= rows[i].per_thread && rows[i].since <= newest && strcmp(rows[i].name, name) == 0;
+    own |= rows[i].per_thread && rows[i].since <= newest() && strcmp(rows[i].name, name) == 0;
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
     const struct row *row = &rows[i];
-    if (row->since > newest || strcmp(row->name, name) != 0) continue; /* this driver does not know of it */
+    if (row->since > newest() || strcmp(row->name, name) != 0) continue; /* this driver does not know of it */
     known = true;
     bool fits = row->per_thread == (per_thread && own) && (unsigned int)row->since <= (unsigned int)version;
     if (fits && (found == NULL || row->since > found->since)) found = row;
@@ -87,12 +88,14 @@ static CUdriverProcAddressQueryResult resolve(const char *name, int version, boo
   return known ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
 }
 
-/* What these two answer is what the driver 535 does, which takes any of the lowest two bits for flags. */
+/* What these two answer is what the driver 535 does, which takes any of the lowest two bits for flags. The driver 580 knows no version
+ * after its own. */
+static bool is_later(int version) { return newest() >= 13000 && version > newest(); }
 
 CUresult cuGetProcAddress(const char *symbol, void **address, int version, cuuint64_t flags) {
   void *found;
   TRY(driver_count(CALL_cuGetProcAddress));
-  REFUSE_IF(symbol == NULL || address == NULL || flags > (LEGACY | PER_THREAD), CUDA_ERROR_INVALID_VALUE);
+  REFUSE_IF(symbol == NULL || address == NULL || flags > (LEGACY | PER_THREAD) || is_later(version), CUDA_ERROR_INVALID_VALUE);
   REFUSE_IF(resolve(symbol, version, flags & PER_THREAD, &found) != CU_GET_PROC_ADDRESS_SUCCESS, CUDA_ERROR_NOT_FOUND);
   *address = found;
   return CUDA_SUCCESS;
@@ -101,7 +104,7 @@ CUresult cuGetProcAddress(const char *symbol, void **address, int version, cuuin
 CUresult cuGetProcAddress_v2(const char *symbol, void **address, int version, cuuint64_t flags,
                              CUdriverProcAddressQueryResult *status) {
   TRY(driver_count(CALL_cuGetProcAddress_v2));
-  REFUSE_IF(symbol == NULL || address == NULL || flags > (LEGACY | PER_THREAD), CUDA_ERROR_INVALID_VALUE);
+  REFUSE_IF(symbol == NULL || address == NULL || flags > (LEGACY | PER_THREAD) || is_later(version), CUDA_ERROR_INVALID_VALUE);
   CUdriverProcAddressQueryResult result = resolve(symbol, version, flags & PER_THREAD, address);
   if (status != NULL) *status = result;
   return CUDA_SUCCESS;

@@ -40,6 +40,18 @@ bool capture_forbids(void) {
   return forbidden;
 }
 
+bool capture_ends_in(const struct context *context) {
+  bool any = false;
+  if (count == 0) return false;
+  LOCKED;
+  for (struct capture *c = captures; c != NULL; c = c->next) {
+    if (c->origin->context != context) continue;
+    invalidate(c);
+    any = true;
+  }
+  return any;
+}
+
 /* Work in the default stream would have to wait for the capture, or it for that. */
 static bool implies(const struct stream *stream, bool ends) {
   bool found = false;
@@ -115,10 +127,24 @@ static bool has(const struct front *front, const struct node *node) {
   return false;
 }
 
-CUresult capture_wait(struct stream *stream, struct event *event) {
-  LOCKED;
+static struct capture *recorder_of(const struct event *event) {
   struct capture *capture = captures;
   while (capture != NULL && capture->id != event->capture_id) capture = capture->next;
+  return capture;
+}
+
+CUresult capture_ask(const struct event *event) {
+  if (event->capture == NULL) return CUDA_SUCCESS;
+  LOCKED;
+  struct capture *capture = recorder_of(event);
+  REFUSE_IF(capture == NULL, CUDA_ERROR_INVALID_VALUE);
+  invalidate(capture);
+  return CUDA_ERROR_CAPTURED_EVENT;
+}
+
+CUresult capture_wait(struct stream *stream, struct event *event) {
+  LOCKED;
+  struct capture *capture = recorder_of(event);
   REFUSE_IF(capture == NULL, CUDA_ERROR_CAPTURED_EVENT);
   REFUSE_IF(capture->status != CU_STREAM_CAPTURE_STATUS_ACTIVE, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
   REFUSE_IF(driver_self->lanes[stream->lane].kind == LANE_LEGACY, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);

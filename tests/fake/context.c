@@ -19,24 +19,18 @@ CUresult context_need(struct context **out) {
   return (*out)->magic == MAGIC_CONTEXT ? CUDA_SUCCESS : CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
-/* The first context of a process on a device takes memory of its own. */
-static bool weigh(int device, bool more) {
-  int alive = 0;
-  uint64_t bytes = world_granules(driver_world, driver_world->config.context_bytes);
-  bool enough = true;
-  for (const struct context *c = contexts; c != NULL; c = c->next) alive += c->device == device;
-  if (alive > 0) return true;
-  world_lock(driver_world);
-  if (more)
-    enough = world_take(driver_world, driver_self, device, bytes);
-  else
-    world_give(driver_world, driver_self, device, bytes);
-  world_unlock(driver_world);
-  return enough;
+bool context_shares(const struct context *one, const struct context *other) {
+  return one == other || (one->primary && other->primary && one->device == other->device);
 }
 
+static uint64_t weight(void) { return world_granules(driver_world, driver_world->config.context_bytes); }
+
+/* A context takes memory of its own, unless it is a part of another. */
 static CUresult open_context(struct context *context, int device, unsigned int flags) {
-  REFUSE_IF(!weigh(device, true), CUDA_ERROR_OUT_OF_MEMORY);
+  world_lock(driver_world);
+  bool taken = context->green != NULL || world_take(driver_world, driver_self, device, weight());
+  world_unlock(driver_world);
+  REFUSE_IF(!taken, CUDA_ERROR_OUT_OF_MEMORY);
   *context = (struct context){
       .magic = MAGIC_CONTEXT,
       .device = device,
@@ -44,6 +38,7 @@ static CUresult open_context(struct context *context, int device, unsigned int f
       .number = ++numbers,
       .part_ppm = WORLD_WHOLE,
       .primary = context->primary,
+      .green = context->green,
       .retained = 1,
       .heap = {.device = device, .chunk_size = driver_world->config.granule},
       .next = contexts,
@@ -62,7 +57,9 @@ static void close_context(struct context *context) {
       *c = context->next;
       break;
     }
-  weigh(context->device, false);
+  world_lock(driver_world);
+  if (context->green == NULL) world_give(driver_world, driver_self, context->device, weight());
+  world_unlock(driver_world);
 }
 
 void context_synchronize(const struct context *context) {
@@ -75,7 +72,8 @@ void context_synchronize(const struct context *context) {
 }
 
 static CUresult synchronize(struct context *context) {
-  REFUSE_IF(capture_forbids(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+  bool ends = capture_ends_in(context); /* whatever the modes */
+  REFUSE_IF(capture_forbids() || ends, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
   context_synchronize(context);
   pool_synchronized(context->device);
   return CUDA_SUCCESS;
@@ -236,8 +234,9 @@ CUresult cuCtxDetach(CUcontext handle) {
   return CUDA_SUCCESS;
 }
 
-struct context *context_of_part(int device, uint32_t part_ppm) {
+struct context *context_of_part(int device, uint32_t part_ppm, struct green *green) {
   struct context *context = calloc(1, sizeof *context);
+  *context = (struct context){.primary = true, .green = green};
   if (open_context(context, device, 0) != CUDA_SUCCESS) {
     free(context);
     return NULL;

@@ -136,7 +136,7 @@ struct heap {
 uint64_t heap_address(uint64_t bytes, uint64_t alignment); /* addresses alone; 0 if there are none left */
 void heap_vacate(uint64_t address, uint64_t bytes);
 void heap_map(uint64_t address, uint64_t bytes, bool there);
-bool heap_ours(uint64_t address);  /* of a device, with memory behind it */
+bool heap_ours(uint64_t address);  /* of a device, with memory behind it that may be used */
 bool heap_known(uint64_t address); /* that or the host's */
 struct block *heap_allocate(struct heap *heap, uint64_t bytes, uint32_t lane);
 void heap_free(struct block *block, uint32_t lane, uint64_t mark);
@@ -145,21 +145,26 @@ struct block *heap_containing(uint64_t address);
 void heap_trim(struct heap *heap, uint64_t keep);
 void heap_clear(struct heap *heap);
 
+bool memory_is_pinned(uint64_t address); /* of the host, and seen by devices; under the lock */
+
 /* Contexts, and the streams, events and memory that are theirs. */
 struct context {
   enum magic magic;
   int device;
   unsigned int flags, retained;
   uint32_t number, part_ppm; /* of the device that it may use */
-  bool primary;
+  bool primary; /* the device's, or a part of it, which shares its events and its memory */
+  uint32_t open, channels; /* streams, and what they have taken memory for */
   struct heap heap;
   struct stream *streams, *legacy;
+  struct green *green; /* that it is of */
   struct context *next;
 };
+bool context_shares(const struct context *one, const struct context *other); /* each other's events */
 struct context *context_current(void); /* NULL: none. No lock is needed */
 CUresult context_need(struct context **out);
 void context_synchronize(const struct context *context); /* without the lock */
-struct context *context_of_part(int device, uint32_t part_ppm); /* current nowhere; under the lock */
+struct context *context_of_part(int device, uint32_t part_ppm, struct green *green); /* current nowhere; under the lock */
 void context_end(struct context *context);                      /* without it */
 
 /* Nodes of a graph that what is captured next comes after. */
@@ -217,11 +222,13 @@ CUresult function_time(CUfunction function, const struct shape *shape, int64_t *
 
 /* Capture: see capture.c. */
 bool capture_forbids(void); /* whether this thread may not make calls that are unsafe during capture; it ends what minds them */
+bool capture_ends_in(const struct context *context); /* whether there was any; no capture survives a wait for its context */
 CUresult capture_check(struct stream *stream, bool *capturing); /* of a call that puts work into a stream */
 CUresult capture_touch(struct stream *stream);                  /* of one that looks at a stream, which no capture survives */
 CUresult capture_work(struct stream *stream, int type, int64_t ns);
 CUresult capture_record(struct stream *stream, struct event *event);
 CUresult capture_wait(struct stream *stream, struct event *event);
+CUresult capture_ask(const struct event *event); /* whether it is done; the capture that has recorded it does not survive that */
 CUresult capture_allocate(struct stream *stream, int device, uint64_t bytes, CUdeviceptr *out);
 CUresult capture_free(struct stream *stream, CUdeviceptr pointer);
 bool shared_free(CUdeviceptr pointer); /* whether it was others' memory, seen here: no longer */

@@ -44,7 +44,7 @@ static CUresult record(CUevent handle, CUstream stream_handle, CUstream implied)
   bool capturing;
   REFUSE_IF(!IS(event, EVENT), CUDA_ERROR_INVALID_HANDLE);
   TRY(stream_find(stream_handle, implied, &stream));
-  REFUSE_IF(event->context != stream->context, CUDA_ERROR_INVALID_HANDLE); /* as the Driver API says of cuEventRecord */
+  REFUSE_IF(!context_shares(event->context, stream->context), CUDA_ERROR_INVALID_HANDLE);
   TRY(capture_check(stream, &capturing));
   if (capturing) return capture_record(stream, event);
   const struct world_traits *traits = &driver_world->config.traits;
@@ -89,7 +89,7 @@ CUresult cuEventQuery(CUevent handle) {
   CALL(cuEventQuery);
   REFUSE_IF(!IS(event, EVENT), CUDA_ERROR_INVALID_HANDLE);
   REFUSE_IF(capture_forbids(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-  REFUSE_IF(event->capture != NULL, CUDA_ERROR_CAPTURED_EVENT);
+  TRY(capture_ask(event));
   world_spend(driver_world, driver_world->config.traits.call_ns);
   return done(event);
 }
@@ -99,7 +99,7 @@ CUresult cuEventSynchronize(CUevent handle) {
   CALL(cuEventSynchronize);
   REFUSE_IF(!IS(event, EVENT), CUDA_ERROR_INVALID_HANDLE);
   REFUSE_IF(capture_forbids(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-  REFUSE_IF(event->capture != NULL, CUDA_ERROR_CAPTURED_EVENT);
+  TRY(capture_ask(event));
   if (!event->recorded) return CUDA_SUCCESS;
   world_lock(driver_world);
   world_await(driver_world, driver_self, event->lane, event->mark);
@@ -114,6 +114,7 @@ static CUresult elapsed(float *ms, CUevent from_handle, CUevent to_handle) {
   REFUSE_IF(ms == NULL, CUDA_ERROR_INVALID_VALUE);
   REFUSE_IF(!IS(from, EVENT) || !IS(to, EVENT) || !from->recorded || !to->recorded, CUDA_ERROR_INVALID_HANDLE);
   REFUSE_IF((from->flags | to->flags) & CU_EVENT_DISABLE_TIMING, CUDA_ERROR_INVALID_HANDLE);
+  REFUSE_IF(!context_shares(from->context, to->context), CUDA_ERROR_INVALID_HANDLE);
   TRY(done(from));
   TRY(done(to));
   *ms = (float)((double)(driver_self->stamps[to->stamp].ns - driver_self->stamps[from->stamp].ns) / 1e6);

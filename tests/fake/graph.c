@@ -22,9 +22,9 @@ struct exec {
   struct exec *next;
 };
 
-/* Memory of graphs stays reserved once launched, until it is trimmed. */
+/* Memory of graphs stays reserved once launched, until it is trimmed. All of it counts as used, as it does for the real driver. */
 static struct {
-  uint64_t reserved, reserved_high, resident, used, used_high;
+  uint64_t reserved, reserved_high, resident;
 } cache[WORLD_DEVICES];
 static struct grant *grants;
 static struct exec *execs;
@@ -112,7 +112,6 @@ static void end_grant(struct grant *grant) {
   struct exec *exec = grant->live;
   if (exec == NULL) return;
   grant->live = NULL;
-  cache[grant->device].used -= grant->size;
   exec->live--;
   settle(exec);
 }
@@ -166,8 +165,7 @@ CUresult cuDeviceGetGraphMemAttribute(CUdevice device, CUgraphMem_attribute whic
   REFUSE_IF(!is_device(device), CUDA_ERROR_INVALID_DEVICE);
   REFUSE_IF(value == NULL || (int)which < 0 || (int)which > 3, CUDA_ERROR_INVALID_VALUE);
   LOCKED;
-  *(uint64_t *)value = (const uint64_t[]){cache[device].used, cache[device].used_high, cache[device].reserved,
-                                          cache[device].reserved_high}[which];
+  *(uint64_t *)value = (int)which % 2 == 1 ? cache[device].reserved_high : cache[device].reserved;
   return CUDA_SUCCESS;
 }
 
@@ -176,10 +174,7 @@ CUresult cuDeviceSetGraphMemAttribute(CUdevice device, CUgraphMem_attribute whic
   REFUSE_IF(!is_device(device), CUDA_ERROR_INVALID_DEVICE);
   REFUSE_IF(value == NULL || *(const uint64_t *)value != 0 || (which != 1 && which != 3), CUDA_ERROR_INVALID_VALUE);
   LOCKED;
-  if (which == 1)
-    cache[device].used_high = cache[device].used;
-  else
-    cache[device].reserved_high = cache[device].reserved;
+  cache[device].reserved_high = cache[device].reserved;
   return CUDA_SUCCESS;
 }
 
@@ -584,8 +579,6 @@ static CUresult account(struct exec *exec) {
     if (grant->freed_inside) continue;
     grant->live = exec;
     exec->live++;
-    cache[grant->device].used += grant->size;
-    if (cache[grant->device].used > cache[grant->device].used_high) cache[grant->device].used_high = cache[grant->device].used;
   }
   for (size_t i = 0; i < exec->free_count; i++) end_grant(exec->frees[i]);
   return CUDA_SUCCESS;

@@ -63,9 +63,9 @@ CUresult cuGreenCtxCreate(CUgreenCtx *out, void *description, CUdevice device, u
             CUDA_ERROR_INVALID_VALUE);
   REFUSE_IF(device < 0 || (uint32_t)device >= driver_world->config.devices, CUDA_ERROR_INVALID_DEVICE);
   LOCKED;
-  struct context *context = context_of_part(device, (uint32_t)(multiprocessors * WORLD_WHOLE / MULTIPROCESSORS));
-  REFUSE_IF(context == NULL, CUDA_ERROR_OUT_OF_MEMORY);
   struct green *green = malloc(sizeof *green);
+  struct context *context = context_of_part(device, (uint32_t)(multiprocessors * WORLD_WHOLE / MULTIPROCESSORS), green);
+  REFUSE_IF(context == NULL, CUDA_ERROR_OUT_OF_MEMORY);
   *green = (struct green){MAGIC_GREEN, context, (unsigned int)multiprocessors};
   *out = (CUgreenCtx)green;
   return CUDA_SUCCESS;
@@ -91,6 +91,16 @@ CUresult cuGreenCtxStreamCreate(CUstream *out, CUgreenCtx handle, unsigned int f
   CALL(cuGreenCtxStreamCreate);
   REFUSE_IF(!IS(handle, GREEN) || flags != 1, CUDA_ERROR_INVALID_VALUE); /* only non-blocking ones */
   return stream_create(out, ((struct green *)handle)->context, flags, priority);
+}
+
+/* NULL of a stream that is in none. */
+CUresult cuStreamGetGreenCtx(CUstream handle, CUgreenCtx *out) {
+  struct stream *stream;
+  CALL(cuStreamGetGreenCtx);
+  REFUSE_IF(out == NULL, CUDA_ERROR_INVALID_VALUE);
+  TRY(stream_find(handle, CU_STREAM_LEGACY, &stream));
+  *out = (CUgreenCtx)stream->context->green;
+  return CUDA_SUCCESS;
 }
 
 CUresult cuGreenCtxGetDevResource(CUgreenCtx handle, struct resource *out, int type) {

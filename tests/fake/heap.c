@@ -40,12 +40,12 @@ static bool reserve_arena(void) {
   return arena != 0;
 }
 
-uint64_t heap_address(uint64_t bytes, uint64_t alignment) {
-  if (arena == 0 && !reserve_arena()) return 0;
+/* Takes the first such addresses; those at `wish` and no others, unless it is 0. */
+static uint64_t take(uint64_t bytes, uint64_t alignment, uint64_t wish) {
   for (struct gap **g = &gaps; *g != NULL; g = &(*g)->next) {
     struct gap *gap = *g;
-    uint64_t at = up(gap->address, alignment), end = gap->address + gap->size;
-    if (at + bytes > end) continue;
+    uint64_t at = wish != 0 ? wish : up(gap->address, alignment), end = gap->address + gap->size;
+    if (at < gap->address || at + bytes > end) continue;
     if (at > gap->address) {
       struct gap *before = malloc(sizeof *before);
       *before = (struct gap){.address = gap->address, .size = at - gap->address, .next = gap};
@@ -61,6 +61,10 @@ uint64_t heap_address(uint64_t bytes, uint64_t alignment) {
     return at;
   }
   return 0;
+}
+
+uint64_t heap_address(uint64_t bytes, uint64_t alignment) {
+  return arena != 0 || reserve_arena() ? take(bytes, alignment, 0) : 0;
 }
 
 void heap_vacate(uint64_t address, uint64_t bytes) {
@@ -105,9 +109,8 @@ static struct block *new_block(struct chunk *chunk, uint64_t address, uint64_t s
   return block;
 }
 
-static struct chunk *new_chunk(struct heap *heap, uint64_t size) {
-  if (heap->limit != 0 && heap->reserved + size > heap->limit) return NULL;
-  uint64_t address = heap_address(size, PAGE);
+/* Memory for addresses that were taken (0: there were none); they go back if there is none. */
+static bool back(struct heap *heap, uint64_t address, uint64_t size) {
   bool taken = address != 0;
   if (taken && heap->device != HEAP_HOST) {
     world_lock(driver_world);
@@ -116,15 +119,34 @@ static struct chunk *new_chunk(struct heap *heap, uint64_t size) {
   }
   if (!taken) {
     if (address != 0) heap_vacate(address, size);
-    return NULL;
+    return false;
   }
+  heap->reserved += size;
+  if (heap->reserved > heap->reserved_high) heap->reserved_high = heap->reserved;
+  return true;
+}
+
+static void unback(struct heap *heap, uint64_t address, uint64_t size) {
+  if (heap->device != HEAP_HOST) {
+    world_lock(driver_world);
+    world_give(driver_world, driver_self, heap->device, size);
+    world_unlock(driver_world);
+  }
+  own(NULL, address, size);
+  heap_vacate(address, size);
+  heap->reserved -= size;
+}
+
+static bool may_grow(const struct heap *heap, uint64_t size) { return heap->limit == 0 || heap->reserved + size <= heap->limit; }
+
+static struct chunk *new_chunk(struct heap *heap, uint64_t size) {
+  uint64_t address = may_grow(heap, size) ? heap_address(size, PAGE) : 0;
+  if (!back(heap, address, size)) return NULL;
   struct chunk *chunk = calloc(1, sizeof *chunk);
   *chunk = (struct chunk){.address = address, .size = size, .heap = heap, .next = heap->chunks};
   chunk->first = new_block(chunk, address, size, NULL);
   own(chunk, address, size);
   heap->chunks = chunk;
-  heap->reserved += size;
-  if (heap->reserved > heap->reserved_high) heap->reserved_high = heap->reserved;
   return chunk;
 }
 
@@ -135,14 +157,7 @@ static void drop_chunk(struct chunk *chunk) {
       *c = chunk->next;
       break;
     }
-  if (heap->device != HEAP_HOST) {
-    world_lock(driver_world);
-    world_give(driver_world, driver_self, heap->device, chunk->size);
-    world_unlock(driver_world);
-  }
-  own(NULL, chunk->address, chunk->size);
-  heap_vacate(chunk->address, chunk->size);
-  heap->reserved -= chunk->size;
+  unback(heap, chunk->address, chunk->size);
   for (struct block *b = chunk->first, *after; b != NULL; b = after) {
     after = b->after;
     free(b);
@@ -163,11 +178,33 @@ static struct block *fit(struct heap *heap, uint64_t size, uint32_t lane) {
   return best;
 }
 
+static struct block *last_of(const struct chunk *chunk) {
+  struct block *block = chunk->first;
+  while (block->after != NULL) block = block->after;
+  return block;
+}
+
+/* What is free at the end of a chunk, with as much behind it as is missing: what a pool hands out may span its chunks. */
+static struct block *extended(struct heap *heap, uint64_t size, uint32_t lane) {
+  for (struct chunk *chunk = heap->chunks; chunk != NULL; chunk = chunk->next) {
+    struct block *last = last_of(chunk);
+    if (!available(last, lane)) continue;
+    uint64_t more = up(size - last->size, heap->chunk_size), end = chunk->address + chunk->size;
+    if (!may_grow(heap, more) || !back(heap, take(more, PAGE, end), more)) continue;
+    own(chunk, end, more);
+    chunk->size += more;
+    last->size += more;
+    return last;
+  }
+  return NULL;
+}
+
 struct block *heap_allocate(struct heap *heap, uint64_t bytes, uint32_t lane) {
   uint64_t size = up(bytes, UNIT);
   if (size < bytes || (heap->device != HEAP_HOST && size > driver_world->devices[heap->device].memory)) return NULL;
   bool whole = !heap->pooled && size > SMALL;
   struct block *block = whole ? NULL : fit(heap, size, lane);
+  if (block == NULL && heap->pooled) block = extended(heap, size, lane);
   if (block == NULL) {
     struct chunk *chunk = new_chunk(heap, up(size, heap->chunk_size));
     if (chunk == NULL) return NULL;
@@ -237,13 +274,32 @@ struct block *heap_containing(uint64_t address) {
   return block != NULL && block->used ? block : NULL;
 }
 
+/* Gives back a piece of the size by which chunks grow at the end of one, which goes with the last of them. */
+static bool shrink(struct chunk *chunk) {
+  struct block *last = last_of(chunk);
+  uint64_t piece = chunk->heap->chunk_size;
+  if (!available(last, WORLD_LANES) || last->size < piece) return false;
+  if (chunk->size == piece) {
+    drop_chunk(chunk);
+    return false;
+  }
+  chunk->size -= piece;
+  last->size -= piece;
+  unback(chunk->heap, chunk->address + chunk->size, piece);
+  if (last->size == 0) {
+    last->before->after = NULL;
+    free(last);
+  }
+  return true;
+}
+
 void heap_trim(struct heap *heap, uint64_t keep) {
   for (struct chunk *chunk = heap->chunks, *next; chunk != NULL && heap->reserved > keep; chunk = next) {
     next = chunk->next;
     for (struct block *b = chunk->first; b != NULL; b = b->after) settle(b);
     for (struct block *b = chunk->first; b != NULL; b = b->after)
       while (b->after != NULL && !b->used && !b->after->used && b->lane == b->after->lane && b->mark == b->after->mark) join(b);
-    if (chunk->first->after == NULL && available(chunk->first, WORLD_LANES)) drop_chunk(chunk);
+    while (heap->reserved > keep && shrink(chunk)) continue;
   }
 }
 

@@ -140,7 +140,8 @@ static CUresult operate_in_stream(CUstream stream, CUstream implied, unsigned in
   for (unsigned int i = 0; i < count; i++) {
     bool moves = ops[i].operation != FLUSH && ops[i].operation != BARRIER;
     REFUSE_IF(ops[i].operation == 0 || ops[i].operation > BARRIER, CUDA_ERROR_INVALID_VALUE);
-    REFUSE_IF(moves && (ops[i].address == 0 || !heap_known(ops[i].address)), CUDA_ERROR_INVALID_VALUE);
+    LOCKED;
+    REFUSE_IF(moves && !heap_ours(ops[i].address) && !memory_is_pinned(ops[i].address), CUDA_ERROR_INVALID_VALUE);
   }
   for (unsigned int i = 0; i < count; i++) TRY(ask((struct request){.memory = ops[i], .stream = stream}, implied));
   return CUDA_SUCCESS;

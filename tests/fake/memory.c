@@ -124,11 +124,42 @@ CUresult cuPointerGetAttributes(unsigned int count, int *which, void **data, CUd
 
 /* Pinned memory of the host. */
 
+static struct range {
+  uint64_t address, size;
+  struct range *next;
+} *pinned;
+
+static CUresult pin(void *pointer, size_t bytes) {
+  struct range *range = malloc(sizeof *range);
+  LOCKED;
+  *range = (struct range){.address = (uint64_t)(uintptr_t)pointer, .size = bytes, .next = pinned};
+  pinned = range;
+  return CUDA_SUCCESS;
+}
+
+static CUresult unpin(const void *pointer) {
+  LOCKED;
+  for (struct range **r = &pinned; *r != NULL; r = &(*r)->next) {
+    struct range *range = *r;
+    if (range->address != (uint64_t)(uintptr_t)pointer) continue;
+    *r = range->next;
+    free(range);
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
+bool memory_is_pinned(uint64_t address) {
+  for (const struct range *r = pinned; r != NULL; r = r->next)
+    if (address - r->address < r->size) return true;
+  return false;
+}
+
 static CUresult host_allocate(void **out, size_t bytes) {
   struct context *context;
   REFUSE_IF(out == NULL || bytes == 0, CUDA_ERROR_INVALID_VALUE);
   TRY(context_need(&context));
-  return posix_memalign(out, 4096, bytes) == 0 ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+  return posix_memalign(out, 4096, bytes) == 0 ? pin(*out, bytes) : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult cuMemAllocHost_v2(void **out, size_t bytes) {
@@ -144,6 +175,7 @@ CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned int flags) {
 
 CUresult cuMemFreeHost(void *pointer) {
   CALL(cuMemFreeHost);
+  TRY(unpin(pointer));
   free(pointer);
   return CUDA_SUCCESS;
 }
@@ -158,10 +190,10 @@ CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *out, void *pointer, unsigned 
 CUresult cuMemHostRegister_v2(void *pointer, size_t bytes, unsigned int flags) {
   CALL(cuMemHostRegister_v2);
   (void)flags;
-  return pointer != NULL && bytes != 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  return pointer != NULL && bytes != 0 ? pin(pointer, bytes) : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuMemHostUnregister(void *pointer) {
   CALL(cuMemHostUnregister);
-  return pointer != NULL ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  return unpin(pointer);
 }

@@ -8,7 +8,20 @@ static _Thread_local struct {
   struct stream *stream;
 } own[WORLD_DEVICES]; /* this thread's default streams */
 
+enum { STREAMS = 32, STREAMS_BYTES = 18 << 20 }; /* what so many streams of a context take: measured */
+
+/* What was taken for streams stays until their context ends. */
+static bool has_channel(struct context *context) {
+  if (context->open / STREAMS < context->channels) return true;
+  world_lock(driver_world);
+  bool taken = context->open < STREAMS || world_take(driver_world, driver_self, context->device, STREAMS_BYTES);
+  world_unlock(driver_world);
+  context->channels += taken;
+  return taken;
+}
+
 static struct stream *open_stream(struct context *context, enum lane_kind kind, unsigned int flags, int priority) {
+  if (!has_channel(context)) return NULL;
   world_lock(driver_world);
   uint32_t lane = world_open_lane(driver_self, context->device, context->number, kind);
   if (lane < WORLD_LANES) driver_self->lanes[lane].part_ppm = context->part_ppm;
@@ -17,6 +30,7 @@ static struct stream *open_stream(struct context *context, enum lane_kind kind, 
   if (stream == NULL) return NULL;
   *stream = (struct stream){.magic = MAGIC_STREAM, .context = context, .lane = lane, .flags = flags, .priority = priority};
   stream->next = context->streams;
+  context->open++;
   return context->streams = stream;
 }
 
@@ -81,6 +95,9 @@ void stream_free_all(struct context *context) {
     stream->magic = MAGIC_DEAD;
   }
   context->streams = context->legacy = NULL;
+  world_lock(driver_world);
+  if (context->channels > 1) world_give(driver_world, driver_self, context->device, (context->channels - 1) * STREAMS_BYTES);
+  world_unlock(driver_world);
 }
 
 CUresult stream_create(CUstream *out, struct context *context, unsigned int flags, int priority) {
@@ -114,6 +131,7 @@ CUresult cuStreamDestroy_v2(CUstream handle) {
   REFUSE_IF(stream->capture != NULL, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED); /* its capture would have no end */
   close_lane(stream);                                                        /* what is in it still runs */
   stream->magic = MAGIC_DEAD;
+  stream->context->open--;
   for (struct stream **s = &stream->context->streams; *s != NULL; s = &(*s)->next)
     if (*s == stream) {
       *s = stream->next;

@@ -163,7 +163,6 @@ CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGeneric
   *mapping = (struct mapping){.address = address, .size = bytes, .physical = physical, .next = mappings};
   mappings = mapping;
   physical->mappings++;
-  heap_map(address, bytes, true);
   mmap((void *)(uintptr_t)address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, contents, (off_t)physical->offset);
   return CUDA_SUCCESS;
 }
@@ -197,10 +196,20 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const void *access, size_t count) {
+/* CUmemAccessDesc; flags: 0 for none. */
+struct access {
+  CUmemLocation location;
+  int flags;
+};
+
+/* Until this, what is mapped cannot be used. */
+CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const struct access *access, size_t count) {
   CALL(cuMemSetAccess);
   LOCKED;
-  return access != NULL && count > 0 && covered(address, bytes) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  REFUSE_IF(access == NULL || count == 0 || !covered(address, bytes), CUDA_ERROR_INVALID_VALUE);
+  for (size_t i = 0; i < count; i++)
+    if (access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE) heap_map(address, bytes, access[i].flags != 0);
+  return CUDA_SUCCESS;
 }
 
 CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address) {

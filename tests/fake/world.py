@@ -58,7 +58,7 @@ class World:
         capability: int = 90,
         driver_version: int = 13000,
         virtual: bool = False,
-        slice_ns: int = 2_000_000,
+        slice_ns: int = 2_500_000,
         granule: int = 2 * MIB,
         pool_chunk: int = 32 * MIB,
         context_bytes: int = 300 * MIB,

@@ -1,6 +1,7 @@
 """What a driver answers to the questions on which the guard depends. `facts.py [NAME ...]` prints an object of answers.
 
-The fake driver answers likewise: a test compares it with what real ones answered. Each question has a process of its own.
+The fake driver answers likewise: a test compares it with what a real one answered (`tests/fake/h100.json`). Each question has
+a process of its own.
 """
 
 import ctypes
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.bench.agents.honest import TimedDriver
 from tests.cuda_guard.allocations import pinned
+from tests.cuda_guard.zoo import READ_AND_WRITE
 from tests.fake.client import LEGACY, NON_BLOCKING, PER_THREAD, CudaError, Driver
 from tests.fake.structs import PoolProps
 
@@ -113,10 +115,21 @@ def captured_event(driver: Driver) -> list[int]:
     return [*codes, driver.code("cuEventQuery", event)]
 
 
+def kept_event(driver: Driver) -> list[int]:
+    """Codes of the end of a capture that has recorded an event, and of a question about that event."""
+    driver.start()
+    kernel, stream, graph = driver.kernel("k_1us"), driver.out("cuStreamCreate", NON_BLOCKING), ctypes.c_uint64()
+    event = driver.out("cuEventCreate", 0)
+    driver.cuStreamBeginCapture_v2(stream, MODES["relaxed"])
+    driver.launch(kernel, stream)
+    driver.cuEventRecord(event, stream)
+    return [driver.code("cuStreamEndCapture", stream, ctypes.byref(graph)), driver.code("cuEventQuery", event)]
+
+
 def waits(driver: Driver) -> dict[str, bool]:
-    """Whether work waits for 20 ms of work in another stream."""
+    """Whether work waits for 50 ms of work in another stream."""
     context = driver.start()
-    slow, quick = driver.kernel("k_20ms"), driver.kernel("k_1us")
+    slow, quick = driver.kernel("k_50ms"), driver.kernel("k_1us")
     streams = {
         "legacy": LEGACY,
         "per-thread": PER_THREAD,
@@ -146,7 +159,6 @@ def waits(driver: Driver) -> dict[str, bool]:
     found["another blocking behind an event in the legacy stream"] = driver.code("cuEventQuery", event) != 0
     driver.cuCtxSynchronize()
     driver.launch(slow, PER_THREAD)
-    driver.cuStreamQuery  # noqa: B018
     found["the per-thread stream of another thread is idle"] = (
         in_thread(driver, context, lambda: driver.code("cuStreamQuery", PER_THREAD)) == 0
     )
@@ -157,17 +169,19 @@ def waits(driver: Driver) -> dict[str, bool]:
 def ended(driver: Driver) -> dict[str, int]:
     """Codes of calls about events whose stream or context has ended, and between contexts."""
     driver.start()
-    kernel, found = driver.kernel("k_1ms"), {}
+    kernel, long, found = driver.kernel("k_1ms"), driver.kernel("k_50ms"), {}
     stream = driver.out("cuStreamCreate", NON_BLOCKING)
     driver.launch(kernel, stream)
     first = driver.record(stream)
     driver.launch(kernel, stream)
     second = driver.record(stream)
+    driver.launch(long, stream)
+    last = driver.record(stream)
     found["cuStreamDestroy_v2 of a busy stream"] = driver.code("cuStreamDestroy_v2", stream)
-    found["cuEventQuery after its stream, at once"] = driver.code("cuEventQuery", second)
+    found["cuEventQuery after its stream, at once"] = driver.code("cuEventQuery", last)
     driver.cuCtxSynchronize()
     value = ctypes.c_float()
-    found["cuEventQuery after its stream"] = driver.code("cuEventQuery", second)
+    found["cuEventQuery after its stream"] = driver.code("cuEventQuery", last)
     found["cuEventElapsedTime after their stream"] = driver.code(
         "cuEventElapsedTime", ctypes.byref(value), first, second
     )
@@ -195,6 +209,17 @@ def values(driver: Driver) -> dict[str, int]:
     ctypes.c_uint32.from_address(own).value = 1
     found["pinned"] = driver.code("cuStreamWaitValue32_v2", stream, own, 1, EQ)
     found["synchronize"] = driver.code("cuStreamSynchronize", stream)
+    return found
+
+
+def mapped(driver: Driver) -> dict[str, int]:
+    """Codes of copies to mapped memory, before and after access to it is set."""
+    driver.start()
+    at, size = driver.out("cuMemAddressReserve", 2 * MIB, 0, 0, 0), 2 * MIB
+    driver.cuMemMap(at, size, 0, driver.out("cuMemCreate", size, ctypes.byref(pinned()), 0), 0)
+    found = {"before": driver.code("cuMemcpyHtoD_v2", at, b"word", 4)}
+    driver.cuMemSetAccess(at, size, ctypes.byref(READ_AND_WRITE), 1)
+    found["after"] = driver.code("cuMemcpyHtoD_v2", at, b"word", 4)
     return found
 
 
@@ -376,9 +401,11 @@ FACTS: dict[str, Callable[[Driver], Any]] = {
     for function in (
         captures,
         captured_event,
+        kept_event,
         waits,
         ended,
         values,
+        mapped,
         green,
         graph_memory,
         pools,
