@@ -15,7 +15,8 @@ Kind = Literal["unguarded", "memory", "utilisation", "page"]
 UNGUARDED_SAMPLES = 2  # one is not enough: a process may start or end while NVML and the pages are read
 OVER_S = 10.0  # a quota or share exceeded for this long is not a sampling error
 SHARE_MARGIN = 10.0  # per cent of the device; NVML samples over 1/6 s to 1 s
-CONTEXT_MAX = 1 << 30  # bytes of contexts and modules of a process; twice what large ones with cuDNN take
+CONTEXT_MAX = 1 << 30  # bytes of a context and its modules; twice an H100's context (measured: 520 MiB)
+PROCESS_MAX = 2 * CONTEXT_MAX  # of all contexts of a process; few have two (own choice)
 CONTEXT_MIN = 16 << 20  # bytes of the smallest context (own choice)
 STEADY_SAMPLES = 3
 
@@ -171,12 +172,12 @@ class Auditor:
             if self._unguarded[key] >= UNGUARDED_SAMPLES:
                 found.append(self._finding("unguarded", claim, process.pid, f"{_used(process)} without the guard"))
         has, largest = measure(claim, device), _largest(claim, device)
-        contexts = sum(process.pid in claim.charged for process in processes_of(claim, device))
-        most = None if claim.limit is None else claim.limit + CONTEXT_MAX * max(1, contexts)
+        processes = sum(process.pid in claim.charged for process in processes_of(claim, device))
+        most = None if claim.limit is None else claim.limit + PROCESS_MAX * max(1, processes)
         if self._is_over("memory", claim, has.memory, most, now):
             detail = f"{_mib(has.memory or 0)} of a device where its limit is {_mib(claim.limit or 0)}"
             found.append(self._finding("memory", claim, largest, detail))
-        reported = None if claim.reported is None else claim.reported + CONTEXT_MAX * max(1, contexts)
+        reported = None if claim.reported is None else claim.reported + PROCESS_MAX * max(1, processes)
         if self._is_over("page", claim, has.memory, reported, now):
             detail = f"{_mib(has.memory or 0)} of a device where its page reports {_mib(claim.reported or 0)}"
             found.append(self._finding("page", claim, largest, detail))

@@ -51,6 +51,21 @@ static uint64_t unused_in(uint64_t pool) {
   return pool_attribute(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) - pool_attribute(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
 }
 
+/* Units by which a pool may grow, so that it has so many bytes more. */
+static int64_t growth(size_t bytes) {
+  return units_for(bytes > SIZE_MAX - pool_step ? SIZE_MAX : (bytes + pool_step - 1) / pool_step * pool_step);
+}
+
+/* The wait would invalidate a capture of this thread, but in the relaxed mode. */
+static void take_back(CUdeviceptr pointer, uint64_t pool, CUstream stream) {
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  bool exchanged = DRIVER(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS;
+  (void)DRIVER(cuMemFreeAsync)(pointer, stream);
+  (void)REAL(cuStreamSynchronize)(stream);
+  (void)REAL(cuMemPoolTrimTo)((CUmemoryPool)(uintptr_t)pool, 0);
+  if (exchanged) (void)DRIVER(cuThreadExchangeStreamCaptureMode)(&mode);
+}
+
 typedef CUresult pool_call(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream);
 
 static CUresult real_async(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
@@ -72,15 +87,15 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
   guard_wait();
   (void)pthread_mutex_lock(&pool_mutex);
   struct entry entry = pool_entry(id(pool), device);
-  size_t most = bytes > SIZE_MAX - pool_step ? SIZE_MAX : (bytes + pool_step - 1) / pool_step * pool_step;
-  int64_t held = units_for(most);
+  int64_t held = growth(bytes);
   if (entry.device >= 0 && !memory_change(entry.device, held, false)) {
     table_each(&pools, settle_pool, NULL);
     guard_sweep();
     entry = table_get(&pools, entry.key);
     if (!memory_change(entry.device, held, false)) {
-      held = 0;
-      if (unused_in(entry.key) < bytes) { /* it would have to grow */
+      uint64_t unused = unused_in(entry.key); /* what is allocated may span that and what the pool grows by */
+      held = unused < bytes ? growth(bytes - unused) : 0;
+      if (held > 0 && !memory_change(entry.device, held, false)) {
         atomic_fetch_add(&guard_job->uses[entry.device].refused, 1);
         (void)pthread_mutex_unlock(&pool_mutex);
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -96,11 +111,7 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
     entry.units = units;
     (void)table_put(&pools, entry);
   } else {
-    if (result == CUDA_SUCCESS) {
-      (void)DRIVER(cuMemFreeAsync)(*out, stream);
-      (void)REAL(cuStreamSynchronize)(stream);
-      (void)REAL(cuMemPoolTrimTo)((CUmemoryPool)(uintptr_t)entry.key, 0);
-    }
+    if (result == CUDA_SUCCESS) take_back(*out, entry.key, stream);
     memory_give_back(entry.device, held);
     table_each(&pools, settle_pool, NULL);
     result = CUDA_ERROR_OUT_OF_MEMORY;

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from cuda_guard.auditor import (
     CONTEXT_MAX,
     OVER_S,
+    PROCESS_MAX,
     Auditor,
     AuditReport,
     Claim,
@@ -110,14 +111,21 @@ def test_unguarded_process_is_found_at_the_second_sample() -> None:
 
 def test_memory_over_the_quota_is_found_after_over_s() -> None:
     watch = Watch()
-    within = look(GpuProcess(1, 2 * GIB + CONTEXT_MAX))
-    beyond = look(GpuProcess(1, 2 * GIB + CONTEXT_MAX + 1))
+    within = look(GpuProcess(1, 2 * GIB + PROCESS_MAX))
+    beyond = look(GpuProcess(1, 2 * GIB + PROCESS_MAX + 1))
     job = claim({1: 2 * GIB})
     assert kinds(watch.look(within, job, times=30)) == []
     assert kinds(watch.look(beyond, job, times=int(OVER_S))) == []
     assert kinds(watch.look(beyond, job)) == [("memory", 1)]
     assert kinds(watch.look(within, job)) == []
     assert kinds(watch.look(beyond, job, times=int(OVER_S))) == []
+
+
+def test_full_quota_and_two_contexts_of_unknown_size_are_no_finding() -> None:
+    context = 536128 << 10  # of an H100
+    watch = Watch()
+    job = msgspec.structs.replace(claim({1: 2 * GIB}), reported=2 * GIB)
+    assert kinds(watch.look(look(GpuProcess(1, 2 * GIB + 2 * context)), job, times=30)) == []
 
 
 def test_time_over_the_share_is_found_after_over_s() -> None:
@@ -176,7 +184,7 @@ def test_context_size_is_learned_again_after_a_false_report() -> None:
 
 def test_page_with_underreported_memory_is_found() -> None:
     """The lender relies on the page: a job that hides borrowed memory would not be asked to return it."""
-    watch, large = Watch(), look(GpuProcess(1, 3 * GIB // 2))
+    watch, large = Watch(), look(GpuProcess(1, 5 * GIB // 2))
     for told, kinds in ((GIB, []), (0, ["page"])):
         job = msgspec.structs.replace(claim({1: 0}), reported=told)
         assert [one.kind for one in watch.look(large, job, times=int(OVER_S) + 2).findings] == kinds

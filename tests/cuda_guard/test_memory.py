@@ -25,7 +25,7 @@ from tests.cuda_guard.allocations import (
     refused,
 )
 from tests.cuda_guard.guests import CONTEXT, MIB, Bench, sweep
-from tests.fake.client import Driver
+from tests.fake.client import NON_BLOCKING, Driver
 
 pytestmark = pytest.mark.cc
 
@@ -248,6 +248,35 @@ def test_failed_capture_is_not_charged_to_the_next_graph(make_bench: Callable[..
         assert machine.world.calls("cuGraphUpload") == uploads, "it fits at once"
 
     machine.run(job, work)
+
+
+def test_pool_is_charged_only_for_what_it_grows_by(make_bench: Callable[..., Bench]) -> None:
+    """An allocation may span memory that the pool has reserved and a new chunk."""
+    machine = make_bench()
+    job = machine.job(memory=CONTEXT + 64 * MIB)
+
+    def work(driver: Driver) -> bool:
+        driver.start()
+        for size in (20 * MIB, 40 * MIB):
+            driver.out("cuMemAllocAsync", size, 0)
+        assert job.pages.memory_used(0) == CONTEXT + 64 * MIB == machine.world.memory(os.getpid())
+        return refused(driver, lambda driver, size: driver.out("cuMemAllocAsync", size, 0), 8 * MIB)
+
+    assert machine.run(job, work)
+
+
+def test_memory_that_is_taken_back_leaves_a_capture_whole(make_bench: Callable[..., Bench]) -> None:
+    """A pool that grew by more than before is released, which waits for its stream: that would invalidate the capture."""
+    machine = make_bench(pool_chunk=64 * MIB)
+
+    def work(driver: Driver) -> tuple[bool, int]:
+        driver.start()
+        captured, stream = (driver.out("cuStreamCreate", NON_BLOCKING) for _ in range(2))
+        driver.cuStreamBeginCapture_v2(captured, 0)
+        over = refused(driver, lambda driver, size: driver.out("cuMemAllocAsync", size, stream), 20 * MIB)
+        return over, driver.code("cuStreamEndCapture", captured, ctypes.byref(ctypes.c_uint64()))
+
+    assert machine.run(machine.job(memory=CONTEXT + 48 * MIB), work) == (True, 0)
 
 
 def test_pool_of_a_foreign_device_is_refused(make_bench: Callable[..., Bench]) -> None:
