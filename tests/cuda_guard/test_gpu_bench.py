@@ -20,7 +20,9 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 from tests.bench import guard_gpu, harness
-harness.BUILD, guard_gpu.CLOSINGS = Path(sys.argv.pop(1)), 5
+from tests.cuda_guard import zoo
+harness.BUILD, zoo.PROGRAMS = Path(sys.argv.pop(1)), (zoo.eager, zoo.collectives)  # test_zoo.py runs them all
+guard_gpu.CLOSINGS, guard_gpu.PRIMITIVE_TURNS = 5, 1
 guard_gpu.shutil.which = lambda program: None  # this machine may run MPS
 if "LD_LIBRARY_PATH" not in os.environ:
     guard_gpu.find_driver = lambda: None
