@@ -53,6 +53,18 @@ def relaxed(driver: Driver, act: Callable[[], int]) -> int:
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
+def beside(driver: Driver, kernel: int, flags: int, mode: int, call: Callable[[int], int]) -> list[int]:
+    """Codes of a call beside a capture, whose stream it is given, and of the end of that capture."""
+    captured, graph = driver.out("cuStreamCreate", flags), ctypes.c_uint64()
+    driver.cuStreamBeginCapture_v2(captured, mode)
+    driver.launch(kernel, captured)
+    code = call(captured)
+    end = driver.code("cuStreamEndCapture", captured, ctypes.byref(graph))
+    driver.cuStreamDestroy_v2(captured)
+    driver.cuCtxSynchronize()
+    return [code, end]
+
+
 def captures(driver: Driver) -> dict[str, list[int]]:
     """Codes of a call beside a capture in another stream, and of the end of that capture."""
     context, found = driver.start(), {}
@@ -61,7 +73,7 @@ def captures(driver: Driver) -> dict[str, list[int]]:
     driver.launch(kernel, other)
     first, done = driver.record(other), driver.record(other)
     driver.cuCtxSynchronize()
-    value, ms, graph = ctypes.c_uint64(), ctypes.c_float(), ctypes.c_uint64()
+    value, ms = ctypes.c_uint64(), ctypes.c_float()
     calls: dict[str, Callable[[], int]] = {
         "cuEventQuery": lambda: driver.code("cuEventQuery", done),
         "cuEventRecord": lambda: driver.code("cuEventRecord", first, other),
@@ -85,19 +97,40 @@ def captures(driver: Driver) -> dict[str, list[int]]:
         "other thread": lambda call: int(in_thread(driver, context, call)),
         "other thread, relaxed": lambda call: int(in_thread(driver, context, lambda: relaxed(driver, call))),
     }
-    for kind, stream_flags in (("", NON_BLOCKING), (" of a blocking stream", 0)):
+    for kind, flags in (("", NON_BLOCKING), (" of a blocking stream", 0)):
         for mode, number in MODES.items():
             for way, make in ways.items():
                 for name, call in calls.items():
-                    captured = driver.out("cuStreamCreate", stream_flags)
-                    driver.cuStreamBeginCapture_v2(captured, number)
-                    driver.launch(kernel, captured)
-                    code = make(call)
-                    end = driver.code("cuStreamEndCapture", captured, ctypes.byref(graph))
-                    found[f"{mode}{kind}, {way}, {name}"] = [code, end]
-                    driver.cuStreamDestroy_v2(captured)
-                    driver.cuCtxSynchronize()
+                    found[f"{mode}{kind}, {way}, {name}"] = beside(
+                        driver, kernel, flags, number, lambda _, make=make, call=call: make(call)
+                    )
     return found
+
+
+def accounts(driver: Driver) -> dict[str, list[int]]:
+    """Codes of the guard's calls about memory beside a global capture of the same thread, and of the end of that capture."""
+    driver.start()
+    kernel, other = driver.kernel("k_1us"), driver.out("cuStreamCreate", NON_BLOCKING)
+    pool, run = driver.out("cuDeviceGetDefaultMemPool", 0), launchable(driver, allocating(driver, other))
+    spare, pointer = driver.record(other), driver.out("cuMemAllocAsync", MIB, other)
+    driver.cuCtxSynchronize()
+    value, more = ctypes.c_uint64(), ctypes.c_uint64()
+    calls: dict[str, Callable[[int], int]] = {
+        "cuStreamGetCtx of its stream": lambda stream: driver.code("cuStreamGetCtx", stream, ctypes.byref(value)),
+        "cuMemPoolGetAttribute": lambda _: driver.code("cuMemPoolGetAttribute", pool, RESERVED, ctypes.byref(value)),
+        "cuDeviceGetGraphMemAttribute": lambda _: driver.code(
+            "cuDeviceGetGraphMemAttribute", 0, GRAPH_RESERVED, ctypes.byref(value)
+        ),
+        "cuMemGetInfo_v2": lambda _: driver.code("cuMemGetInfo_v2", ctypes.byref(value), ctypes.byref(more)),
+        "cuMemAllocAsync": lambda _: driver.code("cuMemAllocAsync", ctypes.byref(value), MIB, other),
+        "cuMemFreeAsync": lambda _: driver.code("cuMemFreeAsync", pointer, other),
+        "cuMemPoolTrimTo": lambda _: driver.code("cuMemPoolTrimTo", pool, 0),
+        "cuGraphUpload": lambda _: driver.code("cuGraphUpload", run, other),
+        "cuGraphLaunch": lambda _: driver.code("cuGraphLaunch", run, other),
+        "cuDeviceGraphMemTrim": lambda _: driver.code("cuDeviceGraphMemTrim", 0),
+        "cuEventDestroy_v2": lambda _: driver.code("cuEventDestroy_v2", spare),
+    }
+    return {name: beside(driver, kernel, NON_BLOCKING, MODES["global"], call) for name, call in calls.items()}
 
 
 def captured_event(driver: Driver) -> list[int]:
@@ -263,18 +296,53 @@ def green(driver: Driver) -> dict[str, Any]:
     return found
 
 
+def allocating(driver: Driver, stream: int) -> int:
+    """A graph that allocates 64 MiB and frees them."""
+    kernel, graph = driver.kernel("k_1us"), ctypes.c_uint64()
+    driver.cuStreamBeginCapture_v2(stream, MODES["relaxed"])
+    pointer = driver.out("cuMemAllocAsync", 64 * MIB, stream)
+    driver.launch(kernel, stream)
+    driver.cuMemFreeAsync(pointer, stream)
+    driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+    return graph.value
+
+
+def launchable(driver: Driver, graph: int) -> int:
+    return driver.out("cuGraphInstantiateWithFlags", graph, 0)
+
+
+def graph_mib(driver: Driver, attribute: int) -> int:
+    value = ctypes.c_uint64()
+    driver.cuDeviceGetGraphMemAttribute(0, attribute, ctypes.byref(value))
+    return value.value // MIB
+
+
+def graph_memory_at_once(driver: Driver) -> dict[str, int]:
+    """MiB that the driver has reserved for a graph when the call returns, behind 50 ms of work in its stream."""
+    driver.start()
+    slow, found = driver.kernel("k_50ms"), {}
+    for name in ("cuGraphUpload", "cuGraphLaunch"):
+        stream = driver.out("cuStreamCreate", NON_BLOCKING)
+        run = launchable(driver, allocating(driver, stream))
+        driver.launch(slow, stream)
+        driver.call(name, run, stream)
+        found[f"after {name}"] = graph_mib(driver, GRAPH_RESERVED)
+        driver.cuCtxSynchronize()
+        driver.cuGraphExecDestroy(run)
+        driver.cuDeviceGraphMemTrim(0)
+        found[f"trimmed after {name}"] = graph_mib(driver, GRAPH_RESERVED)
+    return found
+
+
 def graph_memory(driver: Driver) -> dict[str, int]:
     """MiB that the driver has reserved for graphs, after each call about one that allocates 64 MiB."""
     driver.start()
-    kernel, stream = driver.kernel("k_1us"), driver.out("cuStreamCreate", NON_BLOCKING)
-    found = {}
+    stream, found = driver.out("cuStreamCreate", NON_BLOCKING), {}
 
     def tell(when: str) -> None:
         driver.cuCtxSynchronize()
-        amounts = [ctypes.c_uint64(), ctypes.c_uint64()]
-        for value, attribute in zip(amounts, (GRAPH_RESERVED, GRAPH_USED), strict=True):
-            driver.cuDeviceGetGraphMemAttribute(0, attribute, ctypes.byref(value))
-        found[f"reserved after {when}"], found[f"used after {when}"] = (value.value // MIB for value in amounts)
+        found[f"reserved after {when}"] = graph_mib(driver, GRAPH_RESERVED)
+        found[f"used after {when}"] = graph_mib(driver, GRAPH_USED)
 
     class Params(ctypes.Structure):
         _fields_ = (
@@ -284,14 +352,9 @@ def graph_memory(driver: Driver) -> dict[str, int]:
             ("result", ctypes.c_int),
         )
 
-    graph = ctypes.c_uint64()
-    driver.cuStreamBeginCapture_v2(stream, MODES["relaxed"])
-    pointer = driver.out("cuMemAllocAsync", 64 * MIB, stream)
-    driver.launch(kernel, stream)
-    driver.cuMemFreeAsync(pointer, stream)
-    driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+    graph = allocating(driver, stream)
     tell("capture")
-    run = driver.out("cuGraphInstantiateWithFlags", graph, 0)
+    run = launchable(driver, graph)
     tell("instantiation")
     driver.cuGraphUpload(run, stream)
     tell("upload")
@@ -400,6 +463,7 @@ FACTS: dict[str, Callable[[Driver], Any]] = {
     function.__name__: function
     for function in (
         captures,
+        accounts,
         captured_event,
         kept_event,
         waits,
@@ -408,6 +472,7 @@ FACTS: dict[str, Callable[[Driver], Any]] = {
         mapped,
         green,
         graph_memory,
+        graph_memory_at_once,
         pools,
         granularity,
         identities,
