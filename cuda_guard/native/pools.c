@@ -114,6 +114,7 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
     if (result == CUDA_SUCCESS) take_back(*out, entry.key, stream);
     memory_give_back(entry.device, held);
     table_each(&pools, settle_pool, NULL);
+    atomic_fetch_add(&guard_job->uses[entry.device].refused, 1);
     result = CUDA_ERROR_OUT_OF_MEMORY;
   }
   (void)pthread_mutex_unlock(&pool_mutex);

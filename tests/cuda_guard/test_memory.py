@@ -268,6 +268,7 @@ def test_pool_is_charged_only_for_what_it_grows_by(make_bench: Callable[..., Ben
 def test_memory_that_is_taken_back_leaves_a_capture_whole(make_bench: Callable[..., Bench]) -> None:
     """A pool that grew by more than before is released, which waits for its stream: that would invalidate the capture."""
     machine = make_bench(pool_chunk=64 * MIB)
+    job = machine.job(memory=CONTEXT + 48 * MIB)
 
     def work(driver: Driver) -> tuple[bool, int]:
         driver.start()
@@ -276,7 +277,8 @@ def test_memory_that_is_taken_back_leaves_a_capture_whole(make_bench: Callable[.
         over = refused(driver, lambda driver, size: driver.out("cuMemAllocAsync", size, stream), 20 * MIB)
         return over, driver.code("cuStreamEndCapture", captured, ctypes.byref(ctypes.c_uint64()))
 
-    assert machine.run(machine.job(memory=CONTEXT + 48 * MIB), work) == (True, 0)
+    assert machine.run(job, work) == (True, 0)
+    assert job.usage()[0].refused == 1
 
 
 def test_pool_of_a_foreign_device_is_refused(make_bench: Callable[..., Bench]) -> None:
@@ -329,7 +331,7 @@ def test_context_counts_until_it_ends_with_its_allocations(make_bench: Callable[
         context = driver.out("cuCtxCreate_v2", 0, 0)
         driver.out("cuMemAlloc_v2", 64 * MIB)
         array(driver, 32 * MIB)
-        assert job.pages.memory_used(0) == 2 * CONTEXT + 96 * MIB
+        assert job.pages.memory_used(0) == 2 * CONTEXT + 96 * MIB == machine.world.memory(os.getpid())
         driver.cuCtxDestroy_v2(context)
         assert job.pages.memory_used(0) == CONTEXT
         driver.cuDevicePrimaryCtxRelease_v2(0)
