@@ -5,8 +5,8 @@
     pause     a guest that is still there is stopped again while its saves are shipped; it may resume if the owner leaves
     kill      by the runner, when notice and pause are over
 
-Every check of the owner also checks every guest, so a guest that starts meanwhile, or a step that failed, is handled. Each stage
-logs how long it took.
+Every check of the owner also checks every guest, so a guest that starts meanwhile, or a step that failed, is handled. An order to
+leave is carried out even if its caller stops waiting (Ctrl-C of `mesh reclaim`). Each stage logs how long it took.
 """
 
 import asyncio
@@ -71,10 +71,16 @@ class _Guest:
         self.ordered_at = 0.0
         self.again_at = 0.0
         self.work: asyncio.Task[Any] | None = None
+        self.sending: asyncio.Task[list[bytes]] | None = None  # carries out `leave`
 
     @property
     def busy(self) -> bool:
         return self.work is not None and not self.work.done()
+
+    @property
+    def unasked(self) -> bool:
+        """Tell whether an order to leave has not reached the guest, and nobody is carrying it out."""
+        return self.noticed_at is None and (self.sending is None or self.sending.done())
 
 
 class Reclaimer:
@@ -109,6 +115,8 @@ class Reclaimer:
             stand = stand_of(tuple(portion.uuid for portion in attempt.portions))
             if guest.leave is not None:
                 guest.pressed = stand.pressing
+                if guest.unasked:  # what carried the order out has failed
+                    leaving.setdefault(guest.leave, []).append(job)
                 self._see_to_leaving(job, guest, guest.leave)
             elif stand.level == "vacate":
                 asked = leave(stand)
@@ -119,25 +127,32 @@ class Reclaimer:
             else:  # also for a guest with notice from elsewhere: it may save, and is gone soon
                 self._let_go(job, guest)
         for asked, jobs in leaving.items():
-            self._tasks.start(self.leave(jobs, asked), f"leave {', '.join(format_job(job)[:8] for job in jobs)}")
+            names = ", ".join(format_job(job)[:8] for job in jobs)
+            task = self._tasks.start(self.leave(jobs, asked), f"leave {names}")
+            for job in jobs:
+                self._guests[job].sending = task
 
     async def leave(self, jobs: Sequence[bytes], leave: Leave) -> list[bytes]:
         """Ask these jobs to leave, with one plan for all destinations, and wait until they have left or were killed."""
         self._jobs.departure_planner.settle(jobs, leave.notice + leave.pause)
-        left = await asyncio.gather(*(self._leave(job, leave) for job in jobs))
+        tasks = {job: self._tasks.start(self._leave(job, leave), f"leave {format_job(job)[:8]}") for job in jobs}
+        for job, task in tasks.items():
+            if job in self._jobs.attempts:
+                guest = self._guest(job, self._jobs.attempts[job])
+                guest.leave, guest.sending = leave, task
+        left = await asyncio.gather(*(asyncio.shield(task) for task in tasks.values()))
         return [job for some in left for job in some]
 
     async def _leave(self, job: bytes, leave: Leave) -> list[bytes]:
         attempt, left_s = self._jobs.attempts.get(job), leave.notice
         if attempt is not None:
             guest = self._guest(job, attempt)
-            guest.leave = leave
             if guest.noticed_at is None:  # else it is leaving already, in the time that it was given
                 self.departed.pop(job, None)
-                guest.ordered_at = boot_s()
-                back = await self._bring_back(job, guest, leave.notice)
-                spent_s = boot_s() - guest.ordered_at  # of the notice
-                left_s = max(0.0, round(leave.notice - spent_s, 1))
+                guest.ordered_at = guest.ordered_at or boot_s()
+                ends_at = guest.ordered_at + leave.notice
+                back = await self._bring_back(job, guest, max(0.0, ends_at - boot_s()))
+                left_s = max(0.0, round(ends_at - boot_s(), 1))
                 if not back:
                     return await self._jobs.kill(f"{leave.reason}; {NOT_BACK}", [job])
                 attempt.reserve_s, guest.noticed_at = leave.pause, boot_s()
@@ -148,13 +163,15 @@ class Reclaimer:
 
     async def kill(self, jobs: Sequence[bytes] | None, reason: str, why: str) -> list[bytes]:
         """Kill these jobs, or all, at once."""
+        killing = self._tasks.start(self._jobs.kill(reason, jobs), f"kill: {reason}")
         for job, attempt in self._jobs.attempts.items():
             if jobs is None or job in jobs:
                 guest = self._guest(job, attempt)
                 self.departed.pop(job, None)
                 guest.leave = guest.leave or Leave(0.0, 0.0, reason, why, by_hand=True)
                 guest.ordered_at = guest.ordered_at or boot_s()
-        return await self._jobs.kill(reason, jobs)
+                guest.sending = killing
+        return await asyncio.shield(killing)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -247,10 +264,14 @@ class Reclaimer:
         """Return whether it can be given notice: it runs and has its GPU memory."""
         try:
             async with asyncio.timeout(within_s):
-                if guest.work is not None and guest.busy:
+                while guest.work is not None and guest.busy:
                     await asyncio.wait([guest.work])
-                return guest.state == "free" or await self._go_on(job, guest)
-        except TimeoutError:
+                if guest.state == "free":
+                    return True
+                work = self._tasks.start(self._go_on(job, guest), f"go on {format_job(job)[:8]}")
+                guest.work = work
+                return await work
+        except Exception:  # the time is over, or the task failed and logged it: the guest must not stay for that
             return False
 
     # --- reports

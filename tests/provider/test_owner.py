@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from cuda_guard.auditor import GpuProcess
 from mesh.api.handlers.lending import LendingHandlers
-from mesh.api.requests import LendOrder
+from mesh.api.requests import LendOrder, ReclaimOrder
 from mesh.gpus.guest_processes import Whereabouts
 from mesh.gpus.inventory import Inventory, Lending, Presence, load_lending
 from mesh.provider.owner import STALE_S, Owner, works
 from mesh.provider.policy import Policy
 from mesh.provider.presence import Memory, Seen, Stand
 from mesh.provider.presence_file import Moment, load_memories, save_memories
+from mesh.provider.reclaim import Leave
 from mesh.util.errors import ExitCode, MeshError
 from placement.advert import Gpu, Portion, decode_advert, encode_advert
 from placement.filters import refusals
@@ -115,6 +116,27 @@ async def test_order_that_cannot_be_written_takes_effect_and_is_reported(tmp_pat
     place.mkdir()
     await lending.set_paused(True)
     assert "lending" not in lending._problems and load_lending(place / "lending.json", True).paused
+
+
+async def test_reclaim_goes_on_when_its_client_stops_waiting(tmp_path: Path) -> None:
+    """Ctrl-C while the order is written, too: else lending would be paused, and no guest asked to leave."""
+    lending, left = lending_of(lender(), tmp_path), list[bytes]()
+    parts: Any = lending
+
+    async def leave(jobs: Sequence[bytes], leave: Leave) -> list[bytes]:
+        left.extend(jobs)
+        return []
+
+    parts._reclaimer = SimpleNamespace(leave=leave, departed={})
+    parts._owner = SimpleNamespace(notice_s=30.0, policy=SimpleNamespace(pause=0.0))
+    parts._jobs.participant.hosted = [b"j" * 16]
+    client = asyncio.create_task(lending.reclaim(ReclaimOrder()))
+    await asyncio.sleep(0)
+    client.cancel()
+    async with asyncio.timeout(20):
+        while not left:
+            await asyncio.sleep(0.01)
+    assert left == [b"j" * 16] and client.cancelled()
 
 
 async def test_node_without_the_role_does_not_lend(tmp_path: Path) -> None:

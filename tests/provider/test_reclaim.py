@@ -252,6 +252,62 @@ async def test_stopped_guest_runs_again_for_its_notice() -> None:
     assert not world.vacated and world.killed == [(f"the owner is back; {NOT_BACK}", (JOB,))]
 
 
+@pytest.mark.parametrize("later", [VACATE, SUSPEND_GPU])
+async def test_guest_leaves_although_the_caller_stops_waiting(later: Stand) -> None:
+    """Ctrl-C of `mesh reclaim` while the driver brings its memory back: an order by hand holds, whatever the owner does then."""
+    world, gate = World(JOB, guarded=True), asyncio.Event()
+
+    async def slow(tenant: Any, by: str) -> str:
+        await gate.wait()
+        return ""
+
+    await world.look(SUSPEND_GPU)
+    world.resume = slow  # type: ignore[method-assign]
+    for _ in range(2):  # and asks again
+        order = asyncio.create_task(
+            world.reclaimer.leave([JOB], Leave(30.0, 0.0, "the owner says so", "by hand", True))
+        )
+        await world.settle()
+        order.cancel()
+        await asyncio.gather(order, return_exceptions=True)
+    gate.set()
+    await world.settle()
+    assert {job for *_, job in world.vacated} == {JOB} and not world.killed
+    assert world.states() == ["suspended", "goes on"], "it is resumed once"
+    asked = len(world.vacated)
+    await world.look(later)
+    assert len(world.vacated) == asked
+
+
+async def test_order_to_leave_that_failed_is_carried_out_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(JOB)
+    clock(world, monkeypatch)
+
+    def fails(jobs: Sequence[bytes], seconds: float) -> None:
+        raise RuntimeError("no plan")
+
+    settle, world.departure_planner.settle = world.departure_planner.settle, fails
+    await world.look(VACATE, LATER)
+    await world.look(VACATE, LATER)
+    assert not world.vacated
+    world.departure_planner.settle = settle
+    await world.look(LEND, LATER)
+    await world.look(LEND, LATER)
+    assert world.vacated == [(LATER.notice + LATER.pause, LATER.reason, JOB)], "asked once"
+
+
+async def test_guest_whose_memory_comes_back_with_an_error_is_killed() -> None:
+    world = World(JOB, guarded=True)
+    await world.look(SUSPEND_GPU)
+
+    async def broken(tenant: Any, by: str) -> str:
+        raise RuntimeError("driver")
+
+    world.resume = broken  # type: ignore[method-assign]
+    await world.look(VACATE, LATER)
+    assert not world.vacated and world.killed == [(f"the owner is back; {NOT_BACK}", (JOB,))]
+
+
 async def test_guest_that_is_still_there_after_its_notice_is_stopped_while_the_owner_is_present(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

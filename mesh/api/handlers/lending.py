@@ -1,6 +1,7 @@
 """Orders of `mesh lend`, `pause` and `reclaim`."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +26,14 @@ from mesh.provider.presence import MACHINE
 from mesh.provider.reclaim import Leave, Reclaimer
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.structs import copy_as
+from mesh.util.task_set import TaskSet
 from placement.advert import WHOLE
 from placement.allocation import gpu_percent
 from placement.destination import LIKELY
 
 BY_HAND = "its owner took the machine back"
+
+log = logging.getLogger(__name__)
 
 
 class LendingHandlers:
@@ -52,6 +56,7 @@ class LendingHandlers:
         self._owner, self._reclaimer, self._switch, self._edge = owner, reclaimer, switch, edge
         self._policy_file, self._lending_file = policy_file, lending_file
         self._problems, self._advert_changed = membership.problems, advert_changed
+        self._tasks = TaskSet(log)
 
     @property
     def barred(self) -> str:
@@ -200,6 +205,10 @@ class LendingHandlers:
         """Take the machine back, or one GPU of it: no new work there, and every guest of it gone when this returns."""
         assert not order.dry_run, "that is `rehearsed`"
         uuid = None if order.gpu is None else self.find_gpu(order.gpu)
+        # The client may stop waiting at any time. The order stands: lending is paused, and the guests must leave.
+        return await asyncio.shield(self._tasks.start(self._reclaim(order, uuid), "reclaim"))
+
+    async def _reclaim(self, order: ReclaimOrder, uuid: str | None) -> schemas.owner.Reclaimed:
         begun = time.monotonic()
         if order.now and uuid is None:
             self._switch.kill_all()
