@@ -685,12 +685,17 @@ class JobService:
         if engine is None:
             self._inventory.release(job)
             return f"has no {name} engine"
+        try:
+            log_path = self.logs.prepare(job, number, spec.user_key)
+        except OSError as error:
+            self._inventory.release(job)
+            return f"cannot write the job's log ({error.strerror})"
         attempt = self.attempts[job] = Attempt(
             job,
             spec,
             number,
             self._directory / format_job(job) / str(order.term),
-            self.logs.prepare(job, number, spec.user_key),
+            log_path,
             engine,
             self._inventory.portions_of(job),
             self._nick,
@@ -741,17 +746,16 @@ def rendezvous_ports(ephemeral: str) -> range:
 
 
 def rendezvous_address(host: str, random: Random) -> tuple[str, int]:
-    """Return `host` and a port that is free there now; the guest binds it later. OSError when none is found."""
+    """Return `host` and a port that is free there now, as far as this node can tell; the guest binds it later.
+
+    It cannot tell where `host` is no address of this machine (1:1 NAT). The guest then binds the port on another address.
+    """
     try:
         ports = rendezvous_ports(PORT_RANGE.read_text())
     except (OSError, ValueError):  # not Linux, or /proc is not mounted
         ports = range(LEAST_PORT, MOST_PORT + 1)
     for port in random.choices(ports, k=PORT_TRIES):
         with suppress(OSError):
-            return host, _bound_once(host, port)
-    return host, _bound_once(host, 0)
-
-
-def _bound_once(host: str, port: int) -> int:
-    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-        return int(server.getsockname()[1])
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+            return host, port
+    return host, random.choice(ports)

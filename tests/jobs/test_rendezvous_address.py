@@ -26,13 +26,16 @@ def test_port_is_outside_the_range_for_outgoing_connections(ephemeral: str, port
 def test_port_can_be_bound_and_is_not_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(service, "rendezvous_ports", lambda ephemeral: range(port, port + 1))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports = [port, free.getsockname()[1]]
+        monkeypatch.setattr(service, "rendezvous_ports", lambda ephemeral: ports)
         host, other = rendezvous_address("127.0.0.1", Random(7))
         assert other != port
     with socket.create_server((host, other)):
         pass
 
 
-def test_address_of_another_machine_is_an_error() -> None:
-    with pytest.raises(OSError):
-        rendezvous_address("192.0.2.1", Random(7))
+def test_port_for_an_address_that_is_not_local_is_of_the_range() -> None:
+    """Regression: `--advertise` with the address of a NAT; the error came up in the core, and ended the daemon."""
+    host, port = rendezvous_address("192.0.2.1", Random(7))
+    assert host == "192.0.2.1" and port in range(service.LEAST_PORT, service.MOST_PORT + 1)

@@ -346,6 +346,19 @@ async def test_next_attempt_waits_until_the_end_of_the_last_one_is_performed(job
     assert jobs._admit(JOB, make_spec(), order) == "full"
 
 
+async def test_attempt_whose_log_cannot_be_written_is_refused(
+    jobs: JobService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the error came up in the core, and ended the daemon with all its guests."""
+    released = list[bytes]()
+    inventory: Any = SimpleNamespace(admit=lambda request: None, advert=lambda: None, release=released.append)
+    jobs._inventory, jobs._engines = inventory, {"process": inventory}
+    monkeypatch.setattr(module, "engine_for", lambda request, advert: "process")
+    (tmp_path / "logs").touch()  # a file in place of the directory fails for root, too
+    refusal = jobs._admit(JOB, make_spec(), Enlist(JOB, 2, 1, SPEC_BYTES))
+    assert refusal == "cannot write the job's log (Not a directory)" and released == [JOB] and JOB not in jobs.attempts
+
+
 async def test_place_is_free_while_no_majority_takes_the_release(jobs: JobService) -> None:
     """Regression (simulator seed 1121189): two of three witnesses were lost, and the host's place with them."""
     released = list[bytes]()
