@@ -7,6 +7,7 @@ A list that was received is never forgotten: a mesh with a list stays one when i
 Their entries then no longer count, and only the owner's rules allow images.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,7 +44,10 @@ _shown_decoder = msgspec.msgpack.Decoder(Shown)
 
 
 class Catalogue:
-    """The known lists and the owner's rules. `now_unix` returns Unix seconds; `users`: whose personal images run here."""
+    """The known lists and the owner's rules. `now_unix` returns Unix seconds; `users`: whose personal images run here.
+
+    `unwritten`: lists of other nodes that count, and are not on disk yet, by their files.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Catalogue:
         self._users = frozenset(users)
         self._identity, self._trust, self._now_unix = identity, trust, now_unix
         self._heard: dict[NodeId, tuple[SignedList, Shown]] = {}
+        self.unwritten: dict[Path, bytes] = {}
         self._of_mesh: set[NodeId] = set()  # signers who have said something for the mesh
         self._begun = False
         self._own = OwnRules()
@@ -157,7 +162,16 @@ class Catalogue:
             return self._take(record.body, keep=True)
         except ListError as error:
             log.info("node %s publishes an invalid list of images: %s", short_id(record.node), error)
-            return False
+        except OSError as error:  # this node's own list, which it has lost: it is heard again
+            log.warning("this node's list of images cannot be written: %s", error)
+        return False
+
+    async def write(self) -> None:
+        """Write the lists that were heard. On OSError they stay unwritten."""
+        for path, body in [*self.unwritten.items()]:
+            await asyncio.to_thread(write_durably, path, body)
+            if self.unwritten.get(path) is body:
+                del self.unwritten[path]
 
     def _take(self, body: bytes, keep: bool) -> bool:
         try:
@@ -183,8 +197,10 @@ class Catalogue:
             others = len(self._heard) - len(self._of_mesh) if personal else len(self._of_mesh)
             if others >= (MAX_PERSONAL_LISTS if personal else MAX_SIGNERS):
                 raise ListError("too many signers of image lists")
-        if keep and (not personal or signer == self._identity.node_id):
+        if keep and signer == self._identity.node_id:
             write_durably(self._personal if personal else self._lists / signer.hex(), body)
+        elif keep and not personal:
+            self.unwritten[self._lists / signer.hex()] = body
         self._heard[signer] = (signed, shown)
         if not personal:
             self._of_mesh.add(signer)

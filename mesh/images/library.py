@@ -42,6 +42,7 @@ TURNS = 12  # after which every node that might publish a list has had a chance 
 TRIM_S = 60.0
 TELL_S = 0.5  # between reports of progress
 NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB in all (own choice)
+AGAIN_S = 10.0  # before another try to write a list (own choice)
 AT_ONCE = 8  # streams to other nodes; more would slow all of them (own choice)
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Library:
         self._engine_ok = False
         self._turn, self._giving = asyncio.Semaphore(), asyncio.Semaphore(AT_ONCE)
         self._showing: dict[str, float] = {}
+        self._writing: asyncio.Task[None] | None = None
         self._missed: dict[str, float] = {}  # since when no node ranked before this one publishes a list
 
     async def open(self) -> None:
@@ -130,6 +132,10 @@ class Library:
                 await self._make_room()
 
     async def close(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            with suppress(OSError):
+                await self.catalogue.write()
         await asyncio.gather(*(pull.end() for pull in self.pulls.values()))
         await self.registry.close()
         await self.fetcher.close()
@@ -393,10 +399,23 @@ class Library:
         """Take a new section of another node."""
         record, before = self._membership.record(node, section), self.rules.listed
         if record is not None and self.catalogue.hear(record):
+            if self._writing is None or self._writing.done():
+                self._writing = asyncio.create_task(self._write_lists(), name="write lists of images")
             self._end_pulls()
             # Not for a user's own images: any member could have all nodes publish their adverts again and again.
             if self.rules.listed != before:
                 self._changed()
+
+    async def _write_lists(self) -> None:
+        """Write the lists that were heard; try again until it succeeds."""
+        problems = self._membership.problems
+        while self.catalogue.unwritten:
+            try:
+                await self.catalogue.write()
+                problems.pop("images", None)
+            except OSError as error:
+                problems["images"] = f"the mesh's list of images cannot be written ({error}): a restart forgets it"
+                await asyncio.sleep(AGAIN_S)
 
     def hear_all(self) -> None:
         for record in (*self._membership.records(SECTION), *self._membership.records(f"{SECTION}/")):

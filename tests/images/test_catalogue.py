@@ -165,9 +165,10 @@ def test_older_list_is_ignored(campus: Campus, tmp_path: Path) -> None:
     assert not heard.hear(record(old)) and heard.rules.judge("pytorch", None).rule == "not listed"
 
 
-def test_list_survives_restart_and_signer(campus: Campus, tmp_path: Path) -> None:
+async def test_list_survives_restart_and_signer(campus: Campus, tmp_path: Path) -> None:
     heard = catalogue(campus, tmp_path, campus.guest, campus.guest_chain)
     heard.hear(record(campus.said(campus.admitter, campus.admitter_chain, 1, WORD)))
+    await heard.write()
     again = catalogue(campus, tmp_path, campus.guest, campus.guest_chain)
     assert again.rules.judge("pytorch", None).image == A
     assert set(again.orphans(set())) == {campus.admitter.node_id} and again.orphans({campus.admitter.node_id}) == {}
@@ -193,10 +194,22 @@ def test_revoked_signer_does_not_count(campus: Campus, tmp_path: Path) -> None:
     assert not fresh.hear(record(body))
 
 
-def test_damaged_files_allow_nothing(campus: Campus, tmp_path: Path) -> None:
+async def test_lost_list_of_this_node_that_cannot_be_written_is_not_taken(campus: Campus, tmp_path: Path) -> None:
+    """It must be on disk before it counts: a number below one that was published would be refused by all others."""
+    founder = catalogue(campus, tmp_path, campus.founder, campus.founder_chain)
+    body = record(campus.said(campus.founder, campus.founder_chain, 1, WORD))
+    (tmp_path / "list").rmdir()
+    (tmp_path / "list").touch()  # fails for root, too
+    assert not founder.hear(body)
+    (tmp_path / "list").unlink()
+    assert founder.hear(body) and not founder.unwritten
+
+
+async def test_damaged_files_allow_nothing(campus: Campus, tmp_path: Path) -> None:
     heard = catalogue(campus, tmp_path, campus.guest, campus.guest_chain)
     body = campus.said(campus.founder, campus.founder_chain, 1, WORD)
     heard.hear(record(body))
+    await heard.write()
     (path,) = (tmp_path / "list").iterdir()
     path.write_bytes(body[:-30])
     again = catalogue(campus, tmp_path, campus.guest, campus.guest_chain)

@@ -4,8 +4,11 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from membership.records import Record
 from mesh.api.handlers.images import how_far
+from mesh.images import library as library_module
 from mesh.images.allowlist import Entry, Image
 from mesh.images.blobs import BlobStore
 from mesh.images.engine import StoredImage
@@ -21,6 +24,9 @@ class Membership:
     """A fake of the membership: it has one record."""
 
     known: Record | None = None
+
+    def __init__(self) -> None:
+        self.problems = dict[str, str]()
 
     def record(self, node: bytes, section: str) -> Record | None:
         return self.known
@@ -76,7 +82,29 @@ async def test_image_that_came_although_its_fetch_was_stopped_is_here(tmp_path: 
     assert how_far(library, A.config).here
 
 
-def test_lists_of_members_have_no_node_publish_its_advert(tmp_path: Path) -> None:
+async def test_list_that_cannot_be_written_counts_and_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a full disk ended the daemon."""
+    monkeypatch.setattr(library_module, "AGAIN_S", 0.01)
+    campus, membership = Campus(), Membership()
+    library = library_of(campus, tmp_path, membership, [])
+    blocked = tmp_path / "list" / f"{campus.founder.node_id.hex()}.new"
+    blocked.mkdir()  # in place of the temporary file: fails for root, too
+    membership.known = record(campus.said(campus.founder, campus.founder_chain, 1, Entry("tool", 1, True, A)))
+    library.hear(b"r" * 32, "images")
+    assert library.rules.judge("tool", None).image == A
+    async with asyncio.timeout(20):
+        while "images" not in membership.problems:
+            await asyncio.sleep(0.01)
+        assert "cannot be written" in membership.problems["images"]
+        blocked.rmdir()
+        while membership.problems:
+            await asyncio.sleep(0.01)
+    assert (tmp_path / "list" / campus.founder.node_id.hex()).exists()
+
+
+async def test_lists_of_members_have_no_node_publish_its_advert(tmp_path: Path) -> None:
     campus, membership, changes = Campus(), Membership(), list[str]()
     library = library_of(campus, tmp_path, membership, changes)
 
