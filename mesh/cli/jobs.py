@@ -48,8 +48,13 @@ def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any]
 
         options = {**options, "image": built(daemon, Path(options["build"]))}
     order = {**make_order(command, options), **more}
-    with packing_progress(daemon):
-        answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)
+    try:
+        with packing_progress(daemon):
+            answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)
+    except KeyboardInterrupt:
+        say(err=True)
+        say("mesh: the job may have been submitted: `mesh ps` lists it, `mesh cancel` ends it", err=True)
+        raise
     if answer["warning"]:
         say(f"mesh: {answer['warning']}", err=True)
     return answer

@@ -1,15 +1,61 @@
 """Checks of a submission that old jobs are not held to."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mesh.api.handlers import submission as module
 from mesh.api.handlers.images import ImageHandlers
 from mesh.api.handlers.submission import SubmissionHandlers, _check_order
 from mesh.api.requests import SubmitOrder
 from mesh.model.spec import DataNeed
 from mesh.util.errors import ExitCode, MeshError
+from tests.consensus.worlds import JOB, make_spec
+
+
+async def test_job_is_handed_over_although_the_client_stops_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it may run, while it is not tried again without a majority, and its files are not delivered."""
+    handed, wanted, answers = list[Any](), list[tuple[bytes, str]](), asyncio.Event()
+
+    async def submit(spec: Any) -> tuple[bytes, str]:
+        handed.append(spec)
+        await answers.wait()
+        return JOB, ""
+
+    async def nothing(*asked: Any) -> Any:
+        return []
+
+    async def same(specs: Any, order: Any) -> Any:
+        return specs
+
+    async def want(job: bytes, place: str) -> None:
+        wanted.append((job, place))
+
+    membership = SimpleNamespace(credentials=SimpleNamespace(roles=("user",)), members=lambda: [])
+    parts: dict[int, Any] = {
+        2: membership,
+        6: SimpleNamespace(submit=submit),
+        8: SimpleNamespace(sealed=same),
+        9: SimpleNamespace(want=want),
+        12: SimpleNamespace(encrypt=False),
+        13: SimpleNamespace(needs=nothing),
+    }
+    handlers = SubmissionHandlers(*(parts.get(place) for place in range(14)))
+    monkeypatch.setattr(handlers, "_spec", lambda *given: make_spec())
+    monkeypatch.setattr(handlers, "_refuse_impossible", lambda spec: None)
+    monkeypatch.setattr(module, "require_free", nothing)
+    client = asyncio.create_task(handlers.submit(SubmitOrder(argv=["true"], out="/results")))
+    async with asyncio.timeout(20):
+        while not handed:
+            await asyncio.sleep(0.01)
+        client.cancel()
+        await asyncio.gather(client, return_exceptions=True)
+        answers.set()
+        while not wanted:
+            await asyncio.sleep(0.01)
+    assert client.cancelled() and wanted == [(JOB, "/results")]
 
 
 @pytest.mark.parametrize("name", ["", "a", "_train", "Night-run.2", "x" * 64])

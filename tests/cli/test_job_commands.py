@@ -175,3 +175,12 @@ def test_first_ctrl_c_ends_run_with_130(run: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jobs_module.time, "sleep", lambda s: None)
     done, _ = run({}, "run", "true")
     assert done.exit_code == 130 and "the job goes on" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_ctrl_c_during_the_submission_says_that_the_job_may_run(run: Any, command: str) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    done, _ = run({"POST /v1/jobs": interrupted}, command, "true")
+    assert done.exit_code == 130 and "the job may have been submitted: `mesh ps` lists it" in done.stderr

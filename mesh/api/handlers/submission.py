@@ -48,6 +48,7 @@ from mesh.model.spec import (
 )
 from mesh.util.backoff import Backoff
 from mesh.util.errors import ExitCode, MeshError
+from mesh.util.task_set import TaskSet
 from placement.decision import cannot_ever, replica_order, witness_order
 
 ANY_END = "any:"  # before a job in `--after`: however that ends
@@ -182,6 +183,7 @@ class SubmissionHandlers:
         self._submissions, self._images, self._delivery = submissions, images, delivery
         self._secrets = secrets
         self._lookup, self._nodes, self._defaults = lookup, nodes, defaults
+        self._tasks = TaskSet(log)
 
     async def submit(self, order: SubmitOrder) -> schemas.jobs.Submitted:
         if USER not in self._membership.credentials.roles:
@@ -208,15 +210,11 @@ class SubmissionHandlers:
         if order.workdir is not None:
             workdir, holders, size = await self._pack_workdir(order.workdir, specs[0].checkpointing, cipher)
             specs = [msgspec.structs.replace(spec, workdir=workdir, workdir_holders=holders) for spec in specs]
-        turns = asyncio.Semaphore(SUBMITTED_AT_ONCE)
-        handed = await asyncio.gather(*(self._hand_over(spec, turns) for spec in specs))
+        # A witness may have the job from here on: it is handed over to the end, even if the client stops waiting.
+        handed = await asyncio.shield(self._tasks.start(self._hand_over(specs, order.out), "submit"))
         jobs, late = [job for job, _ in handed], [words for _, words in handed if words]
         few = "" if len(specs[0].witnesses) >= WANT_WITNESSES else _few_witnesses(len(alive))
         array = specs[0].array
-        for job, spec in zip(jobs, specs, strict=True):
-            if order.out is not None:
-                place = order.out if spec.array is None else str(Path(order.out) / spec.array.label)
-                await self._delivery.want(job, place)
         return schemas.jobs.Submitted(
             job=format_job(jobs[0] if array is None else array.array),
             jobs=[format_job(job) for job in jobs],
@@ -282,10 +280,19 @@ class SubmissionHandlers:
                 return msgspec.structs.replace(policy, rule=home)
         return msgspec.structs.replace(policy, rule="node", node=find_node(self._membership, home).node_id)
 
-    async def _hand_over(self, spec: JobSpec, turns: asyncio.Semaphore) -> tuple[bytes, str]:
-        """Give a job to its witnesses; return its id, and a warning if they do not have it yet."""
-        async with turns:
-            return await self._submissions.submit(spec)
+    async def _hand_over(self, specs: list[JobSpec], out: str | None) -> list[tuple[bytes, str]]:
+        """Give jobs to their witnesses; return their ids, each with a warning if they do not have it yet."""
+        turns = asyncio.Semaphore(SUBMITTED_AT_ONCE)
+
+        async def submit(spec: JobSpec) -> tuple[bytes, str]:
+            async with turns:
+                return await self._submissions.submit(spec)
+
+        handed = await asyncio.gather(*map(submit, specs))
+        if out is not None:
+            for (job, _), spec in zip(handed, specs, strict=True):
+                await self._delivery.want(job, out if spec.array is None else str(Path(out) / spec.array.label))
+        return handed
 
     def _dependencies(self, name: str) -> list[bytes]:
         found = self._lookup.find_jobs(name)
