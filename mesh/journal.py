@@ -9,7 +9,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +28,9 @@ SCHEMA_VERSION = 1
 DISK_BYTES = 8  # of a journal's random name
 log = logging.getLogger(__name__)
 
-EVENTS_KEPT = 20_000  # about jobs: 4 MB; older ones are deleted
+EVENTS_KEPT = 20_000  # about jobs: 4 MB
+EVENTS_OF_NODE = 1000  # of one node about one job, which may report without end (own choice)
+EVENTS_SURE = 20  # of one job, before those of jobs with more are deleted: its course, without checkpoints (own choice)
 EVENTS_READ = 1000  # events about jobs in one answer (own choice)
 AUDIT_KEPT = 20_000  # events of the node itself, kept apart so that busy jobs do not displace them (own choice)
 NOTED_S = 0.25  # until notes are written without a witness record to go with (own choice)
@@ -475,18 +477,46 @@ def _readable(rows: Iterable[tuple[bytes]]) -> list[WitnessRecord]:
 
 def _trim(connection: sqlite3.Connection) -> None:
     """Delete the oldest rows of tables that grow without end."""
+    _trim_events(connection)
     for table, which, kept in (
         ("events", "job != x''", EVENTS_KEPT),
         ("events", "job = x''", AUDIT_KEPT),
         ("receipts", "1", RECEIPTS_KEPT),
         ("departures", "1", DEPARTURES_KEPT),
     ):
-        oldest = f"SELECT id FROM {table} WHERE {which} ORDER BY id DESC LIMIT 1 OFFSET ?"
-        connection.execute(f"DELETE FROM {table} WHERE {which} AND id <= ({oldest})", [kept])
+        _keep_newest(connection, table, which, kept)
     newest = "SELECT start_ms FROM stays ORDER BY start_ms DESC LIMIT 1 OFFSET ?"
     connection.execute(f"DELETE FROM stays WHERE start_ms <= ({newest})", [STAYS_KEPT])
     newest = "SELECT unix_ms FROM paths ORDER BY unix_ms DESC LIMIT 1 OFFSET ?"
     connection.execute(f"DELETE FROM paths WHERE unix_ms <= ({newest})", [PEERS])
+
+
+def _trim_events(connection: sqlite3.Connection) -> None:
+    """Delete the oldest events of jobs with most of them: no job displaces the events of others."""
+    talkative = "SELECT job, actor FROM events WHERE job != x'' GROUP BY job, actor HAVING count(*) > ?"
+    for pair in connection.execute(talkative, [EVENTS_OF_NODE]).fetchall():
+        _keep_newest(connection, "events", "job = ? AND actor = ?", EVENTS_OF_NODE, *pair)
+    query = "SELECT job, count(*) FROM events WHERE job != x'' GROUP BY job"
+    counts: dict[bytes, int] = dict(connection.execute(query).fetchall())
+    share = max(EVENTS_SURE, _fair_share(counts.values(), EVENTS_KEPT))
+    for job, count in counts.items():
+        if count > share:
+            _keep_newest(connection, "events", "job = ?", share, job)
+
+
+def _fair_share(counts: Collection[int], room: int) -> int:
+    """Return the largest number that each may have at most, so that all fit into the room."""
+    left = len(counts)
+    for count in sorted(counts):
+        if count * left > room:
+            return room // left
+        room, left = room - count, left - 1
+    return max(counts, default=0)
+
+
+def _keep_newest(connection: sqlite3.Connection, table: str, which: str, kept: int, *values: object) -> None:
+    oldest = f"SELECT id FROM {table} WHERE {which} ORDER BY id DESC LIMIT 1 OFFSET ?"
+    connection.execute(f"DELETE FROM {table} WHERE {which} AND id <= ({oldest})", [*values, *values, kept])
 
 
 def _unix_ms() -> int:

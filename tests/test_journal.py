@@ -18,7 +18,7 @@ import pytest
 from ckptstore.bandwidth import SavedRate
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.status import ArchivedJob
-from mesh.journal import DISK_BYTES, Journal, JournalError, OwnStay
+from mesh.journal import DISK_BYTES, Journal, JournalError, OwnStay, _fair_share
 from mesh.model.events import Event
 from tests.consensus.worlds import JOB, A, make_witness
 from tests.kill_points import Say, killed_at_each_call
@@ -125,6 +125,35 @@ async def test_node_events_outlast_events_of_busy_jobs(tmp_path: Path, monkeypat
     )
     assert [sealed for _, sealed in await journal.events(JOB, 0)] == [b"job 17", b"job 18", b"job 19"]
     await journal.close()
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+async def test_no_job_displaces_the_events_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    """A member can report events of their own jobs without end, to witnesses that keep those of others."""
+    for name, kept in (("EVENTS_KEPT", 40), ("EVENTS_OF_NODE", 30), ("EVENTS_SURE", 3), ("TRIM_EVERY", 10)):
+        monkeypatch.setattr(f"mesh.journal.{name}", kept)
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    for number in range(4):
+        journal.record_event(A, said(JOB, number), b"job %d" % number)
+    for number in range(200):
+        for other in range(jobs):
+            journal.record_event(A, said(bytes([other]) * 16, number), b"%d of %d" % (number, other))
+        if number % 20 == 0:
+            await journal.events(None, 0)
+    assert len(await journal.events(JOB, 0)) == 4
+    newest = [sealed for _, sealed in await journal.events(b"\0" * 16, 0)]
+    assert len(newest) == min(30, 36 // jobs) and newest[-1] == b"199 of 0"
+    await journal.close()
+
+
+@pytest.mark.parametrize(
+    ("counts", "room", "share"), [((), 5, 0), ((3, 4), 9, 4), ((3, 4), 7, 4), ((3, 9), 7, 4), ((9, 9, 1), 10, 4)]
+)
+def test_fair_share_is_the_most_that_fits(counts: tuple[int, ...], room: int, share: int) -> None:
+    assert _fair_share(counts, room) == share and sum(min(share, count) for count in counts) <= room
 
 
 async def test_closed_journal_raises(tmp_path: Path) -> None:
