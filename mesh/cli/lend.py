@@ -7,6 +7,7 @@ import click
 from mesh.cli.output import print_json, say, table
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import DURATION, client, json_option
+from mesh.util.errors import ExitCode
 from mesh.util.text import COST, cost_cells, lend_lines, plural, when
 
 LONGEST_PAUSE_S = 366 * 86_400  # as in mesh.api.requests
@@ -57,7 +58,12 @@ def pause(ctx: click.Context, duration: float | None, as_json: bool) -> None:
     answer = client(ctx).post("/v1/pause", {"paused": True, "for_s": duration})
     if as_json:
         print_json(answer)
-        return
+    else:
+        _show_pause(answer)
+    _end_if_not_stored(ctx, answer)
+
+
+def _show_pause(answer: dict[str, Any]) -> None:
     guests, until = answer["guests"], f" until {when(answer['until_unix'])}" if answer["until_unix"] else ""
     here = f"{plural(guests, 'guest')} still run{'s' if guests == 1 else ''}"
     say(f"paused{until}" + (f"; {here} (`mesh reclaim` sends them away)" if guests else ""))
@@ -84,10 +90,22 @@ def reclaim(ctx: click.Context, grace: float | None, now: bool, gpu: str | None,
         answer = client(ctx).post("/v1/reclaim", order, timeout_s=None)
     if as_json:
         print_json(answer)
-        return
-    if dry_run:
+    elif dry_run:
         _show_cost(answer["guests"])
-        return
+    else:
+        _show_departures(answer)
+    if not dry_run:
+        _end_if_not_stored(ctx, answer)
+
+
+def _end_if_not_stored(ctx: click.Context, answer: dict[str, Any]) -> None:
+    """End the command with an error if a restart of the daemon forgets the order."""
+    if answer["problem"]:
+        say(f"mesh: {answer['problem']}", err=True)
+        ctx.exit(int(ExitCode.ERROR))
+
+
+def _show_departures(answer: dict[str, Any]) -> None:
     count = len(answer["reclaimed"])
     say(
         f"yours again after {answer['seconds']:.1f} s; {plural(count, 'guest')} {'has' if count == 1 else 'have'} left"

@@ -98,6 +98,28 @@ def test_lend_prints_warnings_and_sends_its_options(monkeypatch: pytest.MonkeyPa
     assert CliRunner().invoke(lend.lend, ["maybe"]).exit_code == 2 and len(asked) == 3
 
 
+@pytest.mark.parametrize("problem", ["", "lending.json cannot be written: a restart forgets what you said"])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(lend.pause, "paused"), (lend.reclaim, "yours; there were no guests"), (lend.pause, "--json")],
+)
+def test_order_that_is_not_stored_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, command: Any, words: str, problem: str
+) -> None:
+    told = {
+        "paused": True,
+        "guests": [] if command is lend.reclaim else 0,
+        "until_unix": 0,
+        "reclaimed": [],
+        "seconds": 1,
+    }
+    daemon = SimpleNamespace(post=lambda *asked, **how: {**told, "problem": problem})
+    monkeypatch.setattr(lend, "client", lambda ctx: daemon)
+    done = CliRunner().invoke(command, ["--json"] if words == "--json" else [])
+    assert done.exit_code == bool(problem) and done.stderr == (f"mesh: {problem}\n" if problem else "")
+    assert words == "--json" or done.stdout == f"{words}\n"
+
+
 @pytest.mark.parametrize(
     ("node", "words"),
     [

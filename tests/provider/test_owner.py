@@ -111,10 +111,10 @@ async def test_order_that_cannot_be_written_takes_effect_and_is_reported(tmp_pat
     lending = lending_of(inventory, place)
     told = await lending.set_paused(True)
     assert told.paused and inventory.advert().paused
-    assert "a restart forgets" in lending._problems["lending"]
+    assert "a restart forgets" in told.problem == lending._problems["lending"]
     place.unlink()
     place.mkdir()
-    await lending.set_paused(True)
+    assert (await lending.set_paused(True)).problem == ""
     assert "lending" not in lending._problems and load_lending(place / "lending.json", True).paused
 
 

@@ -171,6 +171,7 @@ class LendingHandlers:
             withheld=list(after.withheld),
             guests=guests,
             until_unix=after.until_unix,
+            problem=self._problems.get("lending", ""),
         )
 
     def find_gpu(self, text: str) -> str:
@@ -247,7 +248,11 @@ class LendingHandlers:
             if (gone := self._reclaimer.departed.get(job)) is not None
         ]
         return schemas.owner.Reclaimed(
-            reclaimed=[format_job(job) for job in jobs], gpu=uuid, seconds=seconds, guests=departures
+            reclaimed=[format_job(job) for job in jobs],
+            gpu=uuid,
+            seconds=seconds,
+            guests=departures,
+            problem=self._problems.get("lending", ""),
         )
 
     def _guests_of(self, uuid: str | None) -> list[bytes]:

@@ -77,13 +77,17 @@ class Lend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True):
-    """`withheld`: UUIDs of GPUs that were reclaimed separately; `until_unix`: when a pause ends by itself, else 0."""
+    """`withheld`: UUIDs of GPUs that were reclaimed separately; `until_unix`: when a pause ends by itself, else 0.
+
+    `problem`: why a restart forgets the order; empty if it is stored.
+    """
 
     lending: bool
     paused: bool
     withheld: list[str]
     guests: int
     until_unix: int
+    problem: str
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,12 +148,13 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reclaimed(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished reclaim. `reclaimed`: ids of the jobs that have left."""
+    """A finished reclaim. `reclaimed`: ids of the jobs that have left; `problem`: why a restart forgets it, else empty."""
 
     reclaimed: list[str]
     gpu: str | None
     seconds: float
     guests: list[Gone]
+    problem: str
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
