@@ -112,6 +112,19 @@ def bound_sockets(bind_host: str, port: int, kind: socket.SocketKind) -> list[so
     return made
 
 
+def bind_problem(error: OSError, bind_host: str, port: int, option: str) -> str:
+    """Return why `bound_sockets` has failed, and what to do; `option` names another port."""
+    where = f"port {port} on {bind_host or 'this machine'}"
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"{where} is in use by another program (another mesh daemon?). Stop it, or choose another port with {option}."
+        case errno.EADDRNOTAVAIL:
+            return f"{bind_host} is not an address of this machine: see --bind"
+        case errno.EACCES:
+            return f"this user may not use {where}. Choose one from 1024 on with {option}."
+    return f"{where} cannot be used: {error.strerror or error}"
+
+
 def _bound(family: socket.AddressFamily, kind: socket.SocketKind, address: object) -> socket.socket:
     sock = socket.socket(family, kind)
     try:

@@ -5,7 +5,6 @@ ones are counted by reason.
 """
 
 import asyncio
-import errno
 import logging
 import random
 import socket
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from membership.addresses import address_text, bound_sockets, family_of, parse_seed
+from membership.addresses import address_text, bind_problem, bound_sockets, family_of, parse_seed
 from membership.admission import Admission, AdmissionPolicy, PendingJoin, read_allow_list, request_join
 from membership.bootstrap import Bootstrap
 from membership.clock_skew import CLOCK_WARN_S
@@ -702,15 +701,7 @@ class MembershipNode:
         except OSError as error:
             for listener in listeners:
                 listener.close()
-            if error.errno == errno.EADDRINUSE:
-                where = f"port {self.port} on {self._bind_host or 'this machine'}"
-                raise PortInUse(
-                    f"{where} is in use by another program (another mesh daemon?). "
-                    "Stop it, or choose another port with --port."
-                ) from error
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise PortInUse(f"{self._bind_host} is not an address of this machine: see --bind") from error
-            raise
+            raise PortInUse(bind_problem(error, self._bind_host, self.port, "--port")) from error
         self._listener.start(listeners)
         await self._receive(receivers)
 

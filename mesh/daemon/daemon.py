@@ -17,7 +17,7 @@ from aiohttp import web
 
 from ckptstore.store import Store
 from cuda_guard.auditor import GpuProcess
-from membership.addresses import bound_sockets, is_any
+from membership.addresses import bind_problem, bound_sockets, is_any
 from membership.admission import AdmissionPolicy
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig
@@ -757,9 +757,7 @@ class Daemon:
         try:
             listeners = bound_sockets(bind, port, socket.SOCK_STREAM) if port else []
         except OSError as error:
-            raise PortInUse(
-                f"port {port} on {bind or 'this machine'} is taken by another program. Stop it, or choose one with --api-port."
-            ) from error
+            raise PortInUse(bind_problem(error, bind, port, "--api-port")) from error
         peer_server = PeerServer(
             peers.application(), self._identity, self.trust.mesh_id, self._refuse_peer, self._count
         )

@@ -6,6 +6,7 @@ leaves at once.
 
 import argparse
 import asyncio
+import errno
 import fcntl
 import json
 import logging
@@ -28,6 +29,7 @@ from mesh.util.errors import ConfigError, MeshError
 from mesh.util.sanitize import fit
 
 EXPECTED = (MeshError, IdentityError, TrustError, ConfigError, JournalError, PortInUse, StoreError)
+FULL = {errno.ENOSPC, errno.EDQUOT}  # errors of a write, which name no file
 
 log = logging.getLogger("mesh.daemon.daemon")
 
@@ -106,5 +108,10 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _words(error: BaseException, layout: Layout) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or layout.root}: {error.strerror}. Name another place with --state."
+        place = error.filename or (layout.root if error.errno in FULL else None)
+        if place is None:
+            log.error("the daemon failed", exc_info=error)
+            return error.strerror
+        here = Path(str(place)).is_relative_to(layout.root) or layout.root.is_relative_to(str(place))
+        return f"{place}: {error.strerror}." + (" Name another place with --state." if here else "")
     return str(error) if isinstance(error, EXPECTED) else f"the daemon failed: {error!r}"

@@ -1,13 +1,16 @@
 """The start of a daemon: what it leaves of its environment, what it does not load, and the form of its log."""
 
+import errno
 import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from mesh.daemon.process import LogFormatter
+from mesh.daemon.layout import Layout
+from mesh.daemon.process import LogFormatter, _words
 
 RARE = {"cryptography", "h11", "numpy", "packaging", "pathspec", "rich", "zeroconf"}
 START = f"""
@@ -28,6 +31,25 @@ def test_start_keeps_environment_and_loads_no_library_that_few_nodes_need(author
         [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert loaded.stdout.splitlines() == [str(authorities), ""], loaded.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "words"),
+    [
+        (
+            errno.EACCES,
+            "/home/ada/mesh/journal",
+            "/home/ada/mesh/journal: Permission denied. Name another place with --state.",
+        ),
+        (errno.EACCES, "/home/ada", "/home/ada: Permission denied. Name another place with --state."),
+        (errno.ENOSPC, None, "/home/ada/mesh: No space left on device. Name another place with --state."),
+        (errno.EACCES, "/etc/mesh/config.toml", "/etc/mesh/config.toml: Permission denied."),
+        (errno.EACCES, None, "Permission denied"),
+    ],
+)
+def test_state_directory_is_blamed_for_its_own_files_only(number: int, place: str | None, words: str) -> None:
+    error = OSError(number, os.strerror(number), place)
+    assert _words(error, Layout(Path("/home/ada/mesh"), Path("/etc/mesh"))) == words
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x0b", "\x85", "\u2028"])

@@ -1,5 +1,7 @@
 """Addresses as text, sockets of both families, and which of a machine's addresses others may use."""
 
+import errno
+import os
 import socket
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import ifaddr
 import pytest
 
 from membership import discovery
-from membership.addresses import address_text, bound_sockets, parse_seed
+from membership.addresses import address_text, bind_problem, bound_sockets, parse_seed
 from membership.discovery import advertised_address, lan_addresses, neighbours, without_route
 
 
@@ -92,3 +94,24 @@ def test_advertised_address_is_of_the_family_that_the_node_listens_on() -> None:
     assert advertised_address("::", "127.0.0.1") == "2001:db8::1"
     assert advertised_address("", "::1") == "::1"
     assert advertised_address("10.9.9.9", None) == "10.9.9.9"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EADDRINUSE, "port 80 on this machine is in use by another program"),
+        (errno.EACCES, "this user may not use port 80 on this machine. Choose one from 1024 on with --api-port."),
+        (errno.ENOBUFS, "port 80 on this machine cannot be used: No buffer space available"),
+    ],
+)
+def test_each_reason_why_a_port_cannot_be_bound_has_its_words(number: int, words: str) -> None:
+    assert bind_problem(OSError(number, os.strerror(number)), "", 80, "--api-port").startswith(words)
+
+
+def test_address_of_another_machine_cannot_be_bound() -> None:
+    with pytest.raises(OSError) as caught:
+        bound_sockets("192.0.2.1", 0, socket.SOCK_STREAM)
+    assert (
+        bind_problem(caught.value, "192.0.2.1", 0, "--port")
+        == "192.0.2.1 is not an address of this machine: see --bind"
+    )
