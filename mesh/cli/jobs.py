@@ -416,7 +416,10 @@ def _print_output(pieces: Iterator[bytes], skip: int, raw: bool = False) -> None
 @json_option
 @click.pass_context
 def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
-    """End JOBS, or all jobs of arrays. What they have published or saved stays readable."""
+    """End JOBS, or all jobs of arrays. What they have published or saved stays readable.
+
+    Exits with 1 if a job has not ended yet.
+    """
     daemon = client(ctx)
     paths = [job_path(job) for job in jobs]
     answers = [daemon.post(f"{path}/cancel")["jobs"] for path in paths]
@@ -431,15 +434,21 @@ def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
         waiting = [answer for answer in waiting if not all(rows[row["job"]]["state"] in OVER for row in answer)]
     if as_json:
         print_json({"jobs": [*rows.values()]})
-        return
-    for row in rows.values():
-        name = short_id(row)
-        if row["already"]:
-            say(f"job {name} is {row['state']} already")
-        elif row["state"] in OVER:
-            say(f"job {name} cancelled")
-        else:
-            say(f"job {name} will end when a majority of its witnesses can be reached: `mesh describe {name}`")
+    else:
+        for row in rows.values():
+            say(f"job {short_id(row)} {_cancelled(row)}")
+    if not all(row["already"] or row["state"] in OVER for row in rows.values()):
+        ctx.exit(int(ExitCode.ERROR))
+
+
+def _cancelled(row: dict[str, Any]) -> str:
+    if row["already"]:
+        return f"is {row['state']} already"
+    if row["state"] == "cancelled":
+        return "cancelled"
+    if row["state"] in OVER:  # meanwhile, by itself
+        return f"had ended already: {row['state']}"
+    return f"will end when a majority of its witnesses can be reached: `mesh describe {short_id(row)}`"
 
 
 def _states(daemon: Client, groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

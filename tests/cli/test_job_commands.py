@@ -67,6 +67,29 @@ def test_array_is_cancelled_with_one_question_for_all(run: Any) -> None:
     assert len(daemon.asked) == 3
 
 
+@pytest.mark.parametrize(
+    ("stage", "words", "code"),
+    [
+        ("cancelled", "cancelled", 0),
+        ("done", "had ended already: done", 0),
+        ("failed", "had ended already: failed", 0),
+        ("cancelling", "will end when a majority of its witnesses can be reached: `mesh describe joba`", 1),
+    ],
+)
+def test_cancel_tells_how_the_job_has_ended(
+    run: Any, monkeypatch: pytest.MonkeyPatch, stage: str, words: str, code: int
+) -> None:
+    monkeypatch.setattr(jobs_module, "CANCEL_S", 0.2)
+    answers = {
+        "POST /v1/jobs/joba/cancel": lambda: {"jobs": [{**state("joba", "cancelling"), "already": False}]},
+        "GET /v1/jobs?fits=joba": lambda: {"jobs": [state("joba", stage)]},
+    }
+    done, _ = run(answers, "cancel", "joba")
+    assert (done.exit_code, done.stdout) == (code, f"job joba {words}\n")
+    done, _ = run(answers, "cancel", "--json", "joba")
+    assert done.exit_code == code
+
+
 def test_wait_stays_with_the_job_that_its_name_meant(run: Any) -> None:
     answers = {
         "GET /v1/jobs?fits=train": lambda: {"jobs": [state("newer", "running")]},
