@@ -18,7 +18,7 @@ from ckptstore.bandwidth import Bandwidth
 from ckptstore.checker import check_packs
 from ckptstore.errors import CorruptChunk, StoreError
 from ckptstore.fetch import Fetch, Request
-from ckptstore.manifest import MAX_MANIFEST_BYTES, decode_manifest
+from ckptstore.manifest import MAX_MANIFEST_BYTES, decode_manifest, manifest_id
 from ckptstore.messages import (
     MAX_IDS_BYTES,
     ChunkRequest,
@@ -337,6 +337,12 @@ class Replicator:
             except PeerError as error:
                 reasons.append(str(error))
                 unsure |= set() if _lacks_it(error) else {holder}
+                continue
+            if manifest_id(sealed) != manifest:
+                self.refusals.count(
+                    "manifests", holder, "it was asked for a checkpoint, and answered with something else"
+                )
+                reasons.append(f"node {short_id(holder)} answered with something else")
                 continue
             return sealed, [holder, *(other for other in holders if other != holder)]
         raise FetchError("; ".join(reasons) or "no node is known to have it", unsure)

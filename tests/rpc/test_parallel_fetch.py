@@ -51,6 +51,8 @@ class Holder:
             raise web.HTTPNotFound
         if self.manner == "fails":
             raise web.HTTPServiceUnavailable
+        if self.manner == "gives another manifest":
+            return web.Response(body=self.store.sealed_manifest(self.store.manifests()[-1].id))
         return web.Response(body=self.store.sealed_manifest(bytes.fromhex(request.match_info["id"])))
 
     async def _frames(self, request: web.Request) -> web.StreamResponse:
@@ -299,6 +301,16 @@ async def test_fetch_tells_who_may_still_have_it(manner: str, unsure: bool, worl
     with pytest.raises(FetchError) as failed:
         await replicator.fetch(saved.id, [OTHER])
     assert failed.value.unsure == ({OTHER} if unsure else set())
+
+
+async def test_holder_that_gives_another_manifest_is_not_believed(world: World) -> None:
+    saved, replicator = world.checkpoint(), await world.replicator(other="gives another manifest", honest="is honest")
+    another = save(world.theirs, world.root / "in", seq=99)
+    with pytest.raises(FetchError, match="answered with something else"):
+        await replicator.fetch(saved.id, [OTHER])
+    await replicator.fetch(saved.id, [OTHER, HONEST])
+    assert restored(world, saved) and not world.ours.has(another.id)
+    assert replicator.refusals.counters["refused_manifests"] == 2
 
 
 async def test_node_that_cannot_be_reached_may_still_have_it(world: World) -> None:
