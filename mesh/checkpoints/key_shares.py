@@ -16,8 +16,10 @@ from ckptstore.cipher import KEY_BYTES, StateCipher
 from membership.identity import NodeId, encrypt_to
 from membership.malformed import MALFORMED
 from mesh.model.secrets import Lock
+from mesh.model.spec import MAX_WITNESSES
 
 SPLIT_ID_BYTES = 8
+MAX_SHARES = 16  # in one answer; an honest node has one of the job's description and `keys.SPLITS_KEPT` (own choice)
 MOST_TRIED = 64  # combinations tried if some shares are wrong (own choice)
 
 
@@ -93,9 +95,12 @@ def encode_held(held: Held) -> bytes:
 def decode_held(data: bytes) -> Held:
     """Decode what a node has of a key; ValueError if malformed."""
     try:
-        return _held_decoder.decode(data)
+        held = _held_decoder.decode(data)
     except MALFORMED as error:
         raise ValueError(f"not shares of a key: {error}") from error
+    if len(held.shares) > MAX_SHARES:
+        raise ValueError(f"more than {MAX_SHARES} shares of a key")
+    return held
 
 
 _share_decoder = msgspec.msgpack.Decoder(Share)
@@ -103,7 +108,9 @@ _held_decoder = msgspec.msgpack.Decoder(Held)
 
 
 def _possible(share: Share) -> bool:
-    return 1 <= share.threshold <= 255 and 1 <= share.x <= 255 and len(share.value) == KEY_BYTES
+    """Tell whether a witness group can have such a share. A split with a high threshold would take hours to try."""
+    majority = MAX_WITNESSES // 2 + 1
+    return 1 <= share.threshold <= majority and 1 <= share.x <= MAX_WITNESSES and len(share.value) == KEY_BYTES
 
 
 def _interpolate(shares: Sequence[Share]) -> bytes:

@@ -130,8 +130,9 @@ class Keyring:
         near = dict.fromkeys([*group, *(voter.node for voter in spec.witnesses), spec.submitter])
         far = [node for node in self._others() if node not in near]
         asked: dict[NodeId, str] = {}
+        found = await asyncio.to_thread(combine_shares, lock.realm, shares)
         for nodes in (list(near), far):
-            found = combine_shares(lock.realm, shares) or await self._ask(job, lock, nodes, shares, asked)
+            found = found or await self._ask(job, lock, nodes, shares, asked)
             if found is not None:
                 return await self._keep(found)
         reasons = "; ".join(dict.fromkeys(asked.values()))
@@ -158,10 +159,11 @@ class Keyring:
                         continue
                     asked[calls[call]] = f"node {short_id(calls[call])} has no part that fits"
                     shares += held.shares
-                    whole = StateCipher(held.key) if len(held.key) == KEY_BYTES else None
-                    found = (
-                        whole if whole is not None and whole.realm == lock.realm else combine_shares(lock.realm, shares)
-                    )
+                    found = StateCipher(held.key) if len(held.key) == KEY_BYTES else None
+                    if found is None or found.realm != lock.realm:
+                        splits = {share.split_id for share in held.shares}
+                        fit = [share for share in shares if share.split_id in splits]  # the others were tried
+                        found = await asyncio.to_thread(combine_shares, lock.realm, fit)
                     if found is not None:
                         return found
             return None

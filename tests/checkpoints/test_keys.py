@@ -2,7 +2,8 @@
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterable
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -182,6 +183,18 @@ async def test_key_is_found_despite_one_lying_witness(campus: Campus, monkeypatc
 
     monkeypatch.setattr(campus.rings["B"], "held_for", lies)
     assert await campus.key("D") == campus.cipher.key
+
+
+async def test_shares_are_combined_beside_the_event_loop(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def combine(realm: bytes, shares: Iterable[Share]) -> StateCipher | None:
+        threads.add(threading.get_ident())
+        return combine_shares(realm, shares)
+
+    monkeypatch.setattr("mesh.checkpoints.keys.combine_shares", combine)
+    assert await campus.key("D") == campus.cipher.key
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_key_of_another_realm_is_not_taken(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
