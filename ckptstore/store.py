@@ -49,7 +49,9 @@ THREADS = min(4, os.cpu_count() or 1)  # for reading, hashing and encoding; each
 KNOWN_MANIFESTS, KNOWN_BYTES = 1024, 64 << 20  # decoded manifests kept in memory, and their sealed bytes (own choice)
 WORKDIRS, WORKDIR_BYTES = 4096, 8 << 30  # of another user (own choice)
 WORKDIR_SHARE = 4  # at most a quarter of their quota (own choice)
-BLOCK_BYTES = 4096  # that a manifest counts for at least: a block and an inode of most file systems
+BLOCK_BYTES = (
+    4096  # that a manifest, or a restored file, counts for at least: a block and an inode of most file systems
+)
 
 
 FenceUse = Literal["raise", "check", "ignore"]
@@ -87,6 +89,11 @@ class ManifestInfo(msgspec.Struct, frozen=True):
 class RestoreReport(msgspec.Struct, frozen=True):
     files: int
     bytes: int
+
+    @property
+    def disk_bytes(self) -> int:
+        """Return what they take of a disk, holes included: at least a block for each file, directory and link."""
+        return self.bytes + BLOCK_BYTES * self.files
 
 
 class Fence(msgspec.Struct, frozen=True):
@@ -218,17 +225,19 @@ class Store(ObjectStore):
     ) -> RestoreReport:
         """Write the files below `prefix` to `destination`, which must not exist or be empty: all of them, verified, or none.
 
-        TooLarge, before anything is written, if they hold more than `limit_bytes`; holes count.
+        TooLarge, before anything is written, if they take more than `limit_bytes`; holes count, and a block for each.
         """
         manifest = self.manifest(identity)
         cut = prefix + "/" if prefix else ""
         entries = [entry for entry in manifest.open(cipher).files if entry.path.startswith(cut)]
-        size = sum(entry.size for entry in entries)
-        if limit_bytes is not None and size > limit_bytes:
-            raise TooLarge(f"its files hold {size} bytes (holes count), and there is room for {limit_bytes}")
+        report = RestoreReport(files=len(entries), bytes=sum(entry.size for entry in entries))
+        if limit_bytes is not None and report.disk_bytes > limit_bytes:
+            raise TooLarge(
+                f"its files take {report.disk_bytes} bytes (holes count), and there is room for {limit_bytes}"
+            )
         with self.disk_errors():
             restore(manifest, entries, cut, destination, lambda one: self.chunk(one, cipher), self._pool, THREADS)
-        return RestoreReport(files=len(entries), bytes=size)
+        return report
 
     def read_file(self, identity: bytes, path: str, cipher: StateCipher | None = None) -> Iterator[Bytes]:
         """Yield the bytes of one file of a manifest, verified chunk by chunk."""

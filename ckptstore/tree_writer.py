@@ -33,6 +33,7 @@ class TreeWriter:
         self._at: list[str] = []  # the directory of the last entry; only that one is kept open
         self._here = self._root
         self._prefix, self._replaces = prefix, replaces
+        self.directories = 0  # made so far; a path can imply 255 of them
 
     def __enter__(self) -> "TreeWriter":
         return self
@@ -73,6 +74,7 @@ class TreeWriter:
         for name in parts[len(self._at) :]:
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=self._here)
+                self.directories += 1
             inner = os.open(name, DIRECTORY, dir_fd=self._here)
             if self._here != self._root:
                 os.close(self._here)

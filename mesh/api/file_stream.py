@@ -26,6 +26,7 @@ HEADER_LIMIT = 3 * MAX_PATH_BYTES  # of a header: a path, the target of a link a
 SLICE_BYTES = 1 << 20  # of one frame: what the sender holds of a file
 COPY_LIMIT = 64 << 30  # bytes of one copy, holes included, unless its user asks for more (own choice)
 NOT_A_STREAM = "the answer is not a stream of files; its node may be damaged or hostile"
+TOO_MANY = f"the copy has more than {MAX_FILES} entries: copy its directories one by one"
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
@@ -192,6 +193,8 @@ def unpack(pieces: Iterator[bytes], target: Path, limit_bytes: int = COPY_LIMIT)
                     files, size = files + 1, size + entry.size
                 else:
                     raise MeshError(NOT_A_STREAM)
+                if tree.directories > MAX_FILES:  # a path can imply directories that are no entries
+                    raise MeshError(TOO_MANY)
     except BadPath as error:
         raise MeshError(f"the copy has ended: its node sent a path that does not stay below {root}: {error}") from error
     except OSError as error:
@@ -217,7 +220,7 @@ def entries(pieces: Iterator[bytes], limit_bytes: int) -> Iterator[tuple[Entry, 
     while isinstance(entry := source.header, Entry):
         left, count = left - entry.size, count + 1
         if count > MAX_FILES:
-            raise MeshError(f"the copy has more than {MAX_FILES} entries: copy its directories one by one")
+            raise MeshError(TOO_MANY)
         if left < 0:
             raise MeshError(
                 f"the copy holds more than {limit_bytes >> 20} MiB (holes count): copy less at a time, "

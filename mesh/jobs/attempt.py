@@ -493,7 +493,7 @@ class Attempt:
             nonlocal restored
             at, room = base / place, max(0, limit - restored)
             part = partial(self._store.restore, manifest, at, prefix=prefix, cipher=cipher, limit_bytes=room)
-            restored += (await self._replicator.mended(manifest, fetch, part)).bytes
+            restored += (await self._replicator.mended(manifest, fetch, part)).disk_bytes
 
         whole = commit is not None and self._dumps is not None
         if self.spec.workdir is not None and not whole:

@@ -140,6 +140,14 @@ def test_copy_of_too_many_entries_ends() -> None:
     assert taken == MAX_FILES
 
 
+def test_copy_that_implies_too_many_directories_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.api.file_stream.MAX_FILES", 300)
+    frames = [directory(f"out/{number}/" + "/".join("a" * 200)) for number in range(3)]
+    with pytest.raises(MeshError, match="entries: copy its directories"):
+        unpack(stream(*frames), place / "to")
+    assert len([*(place / "to" / "out").iterdir()]) == 2
+
+
 @pytest.mark.parametrize(
     "frames",
     [

@@ -146,6 +146,16 @@ def test_restored_holes_stay_holes_and_count_against_the_limit(tmp_path: Path) -
     assert (tmp_path / "out" / "sparse").read_bytes() == (tmp_path / "in" / "sparse").read_bytes()
 
 
+def test_restored_entries_count_a_block_each_against_the_limit(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    write_tree(tmp_path / "in", {"a": b"", "b/c": b"1"})
+    (tmp_path / "in" / "link").symlink_to("a")
+    saved, taken = save(store, tmp_path / "in"), 5 * BLOCK_BYTES + 1
+    with pytest.raises(TooLarge, match=f"take {taken} bytes"):
+        store.restore(saved.id, tmp_path / "out", limit_bytes=taken - 1)
+    assert store.restore(saved.id, tmp_path / "out", limit_bytes=taken).disk_bytes == taken
+
+
 def test_known_chunks_are_not_stored_again(tmp_path: Path) -> None:
     write_tree(tmp_path / "in", {"a": os.urandom(1000), "b": os.urandom(1000)})
     store = open_store(tmp_path / "store")
@@ -264,6 +274,9 @@ REGULAR, LINK, DIRECTORY = 0o100644, 0o120777, 0o040755
         [FileEntry("c/a/up", LINK, 0, (), ".."), FileEntry("c/out", LINK, 0, (), "a/up/..")],
         [FileEntry("c/l", LINK, 0, (), "d"), FileEntry("c/l/f", REGULAR, 0)],
         [FileEntry("c/a", REGULAR, 0), FileEntry("c/a/f", REGULAR, 0)],
+        [FileEntry("c", REGULAR, 0), FileEntry("c/f", REGULAR, 0)],
+        [FileEntry("c/a/f", REGULAR, 0)],
+        [FileEntry("c", DIRECTORY, 0), FileEntry("c/a/b", DIRECTORY, 0)],
         [FileEntry("a", 0o060000, 0)],
         [FileEntry("a", DIRECTORY, 3)],
     ],

@@ -300,7 +300,7 @@ async def test_restore_beyond_disk_limit_is_refused_before_anything_is_written(t
     store = open_store(tmp_path / "store")
     ids = {name: save(store, path, prefix=name).id for name, path in trees.items()}
     commit = Commit(1, 1, ids["ckpt"], None, (), None, 0)
-    for limit_mib, starts in ((55, False), (56, True)):
+    for limit_mib, starts in ((56, False), (57, True)):
         engine = LateEngine(waits=False)
         engine.late.set()
         root = tmp_path / str(limit_mib)
