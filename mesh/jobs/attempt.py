@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import msgspec
 
 from ckptstore.cipher import StateCipher
-from ckptstore.errors import FileChanged, StoreError
+from ckptstore.errors import FileChanged, StoreError, TooLarge
 from ckptstore.store import Store
 from mesh.checkpoints.commit_modes import DONE_MARKER, CommittedTree, being_written, committed_tree, link_checkpoints
 from mesh.checkpoints.keys import NoKey
@@ -57,7 +57,7 @@ from mesh.jobs.array_batch import command_of
 from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.environments import Environments
 from mesh.jobs.image_python import ImagePython
-from mesh.jobs.logs import snapshot_logs
+from mesh.jobs.logs import SNAPSHOT_BYTES, snapshot_logs
 from mesh.model.environment import EnvironmentRefused
 from mesh.model.record import Commit, JobRecord
 from mesh.model.secrets import SecretError
@@ -489,9 +489,11 @@ class Attempt:
             (base / name).mkdir(parents=True)
         limit, restored = await asyncio.to_thread(self._disk_limit, base), 0
 
-        async def restore(manifest: bytes, place: str, prefix: str, fetch: Callable[[], Awaitable[None]]) -> None:
+        async def restore(
+            manifest: bytes, place: str, prefix: str, fetch: Callable[[], Awaitable[None]], most: int = limit
+        ) -> None:
             nonlocal restored
-            at, room = base / place, max(0, limit - restored)
+            at, room = base / place, max(0, min(most, limit - restored))
             part = partial(self._store.restore, manifest, at, prefix=prefix, cipher=cipher, limit_bytes=room)
             restored += (await self._replicator.mended(manifest, fetch, part)).disk_bytes
 
@@ -508,9 +510,12 @@ class Attempt:
             await fetch()
             kept = commit.manifest
             self.writer.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
-            parts = {"logs": "log", **{part: part for part in (("dump", *PARTS) if whole else ("ckpt",))}}
-            for place, prefix in parts.items():
-                await restore(kept, place, prefix, fetch)
+            try:
+                await restore(kept, "logs", "log", fetch, SNAPSHOT_BYTES)
+            except TooLarge as error:
+                self._note(f"the logs of earlier attempts are left out: {error}")
+            for part in ("dump", *PARTS) if whole else ("ckpt",):
+                await restore(kept, part, part, fetch)
         (base / "ckpt").mkdir(exist_ok=True)
         (base / "logs").mkdir(exist_ok=True)
         if self.spec.checkpointing is not None and self._dumps is None:

@@ -21,6 +21,7 @@ from membership.malformed import MALFORMED
 MARK_EVERY_S = 1.0
 # The least time between two marks doubles after so many: 4.5 hours of constant output. Three weeks take 2 MiB (own choice).
 DOUBLE_AFTER = 16_384
+MOST_MARKS = 1 << 18  # that are read of a log: 34 years of constant output (own choice)
 PIECE_BYTES = 1 << 20  # of a log, read or sent at once (own choice)
 MOST_UNIX_MS = 2**53  # integers that JSON readers keep exact (RFC 8259, section 6)
 
@@ -103,9 +104,13 @@ def _mark_size(log: Path) -> None:
             file.write(_MARK.pack(written_ms, state.st_size))
 
 
-def read_marks(log: Path) -> list[Mark]:
+def read_marks(log: Path, most: int = MOST_MARKS) -> list[Mark]:
+    """Return the marks of a log, at most its last ones: a lender can leave a file of any size, as one hole."""
     try:
-        return decode_marks(times_path(log).read_bytes())
+        with times_path(log).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size // MARK_BYTES - most) * MARK_BYTES)
+            return decode_marks(file.read(most * MARK_BYTES))
     except FileNotFoundError:
         return []
 
@@ -119,21 +124,21 @@ def write_marks(log: Path, marks: Iterable[Mark]) -> None:
     times_path(log).write_bytes(b"".join(_MARK.pack(*mark) for mark in marks))
 
 
-def piece_of(log: Path, offset: int, data: bytes) -> LogPiece:
+def piece_of(log: Path, offset: int, data: bytes, most_marks: int = MOST_MARKS) -> LogPiece:
     """Return the piece with this data of a log, from its marks. Bytes after the last mark have the time of the last write."""
-    end, marks = offset + len(data), read_marks(log)
+    end, marks = offset + len(data), read_marks(log, most_marks)
     first, after = (bisect_right(marks, place, key=_offset) for place in (offset, end - 1))
     unix_ms = marks[after][0] if after < len(marks) else _written_ms(log.stat())
     return LogPiece(offset, data, (*marks[first:after], (unix_ms, end)))
 
 
-def read_piece(log: Path, offset: int, most: int = PIECE_BYTES) -> LogPiece | None:
-    """Return the log's bytes from `offset` on, at most so many; None if there are none."""
+def read_piece(log: Path, offset: int, most: int = PIECE_BYTES, most_marks: int = MOST_MARKS) -> LogPiece | None:
+    """Return the log's bytes from `offset` on, at most so many; None if there are none. `most_marks`: the last that are read."""
     try:
         with log.open("rb") as file:
             file.seek(offset)
             data = file.read(most)
-        return piece_of(log, offset, data) if data else None
+        return piece_of(log, offset, data, most_marks) if data else None
     except FileNotFoundError:
         return None
 

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from ckptstore.store import BLOCK_BYTES
 from membership.identity import NodeId, short_id
 from mesh.jobs.log_times import (
+    MARK_BYTES,
     LogPiece,
     encode_piece,
     piece_of,
@@ -35,6 +37,8 @@ OWNER = "user"
 COPY_KEPT_BYTES = 256 * 1024  # the end of a log in copies, checkpoints and results (own choice)
 COPIES = MAX_ATTEMPTS_KEPT  # of one job's attempts elsewhere, the newest
 COPY_MARKS = 4096  # times kept of a copy: an hour of constant output (own choice)
+# What the logs in a checkpoint may take when they are restored, with a block for each file.
+SNAPSHOT_BYTES = COPIES * (COPY_KEPT_BYTES + COPY_MARKS * MARK_BYTES + 2 * BLOCK_BYTES) + BLOCK_BYTES
 HEADER_BYTES = 16
 SHIP_EVERY_S = 2.0  # what the copy of a killed host's log may lack (own choice)
 SENT_BYTES = 64 * 1024  # of one attempt each time; a job that prints more loses the middle in the copy
@@ -158,11 +162,12 @@ def _files(home: Path) -> Iterator[os.stat_result]:
 
 
 def snapshot_logs(base: Path, live: Path) -> Path:
-    """Copy the end of each earlier log and of the live one below `base`, with times: the live one grows while it is read."""
+    """Copy the end of the newest earlier logs and of the live one below `base`, with times: the live one grows meanwhile."""
     snapshot = base / "logs-still"
     shutil.rmtree(snapshot, ignore_errors=True)
     snapshot.mkdir(parents=True)
-    for path in (*(base / "logs").glob("*.txt"), live):
+    earlier = sorted((base / "logs").glob("*.txt"), key=lambda path: (len(path.name), path.name))
+    for path in (*earlier[-COPIES + 1 :], live):
         piece = _end_of(path, 0, COPY_KEPT_BYTES)
         if piece is not None:
             (snapshot / path.name).write_bytes(piece.data)
@@ -202,7 +207,7 @@ class LogShipping:
 def _end_of(path: Path, after: int, most: int) -> LogPiece | None:
     """Return what was printed from offset `after` on, at most its last bytes and times; None if nothing was."""
     try:
-        piece = read_piece(path, max(after, path.stat().st_size - most), most)
+        piece = read_piece(path, max(after, path.stat().st_size - most), most, COPY_MARKS)
     except FileNotFoundError:
         return None
     return piece and msgspec.structs.replace(piece, marks=piece.marks[-COPY_MARKS:])

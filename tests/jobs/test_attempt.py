@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import DiskFull
+from ckptstore.store import BLOCK_BYTES
 from membership.identity import Identity
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import FetchError, Replicator
@@ -34,10 +36,11 @@ from mesh.jobs import attempt as attempt_module
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.environments import Environments
+from mesh.jobs.logs import SNAPSHOT_BYTES
 from mesh.model.record import Attempt as Attempted
 from mesh.model.record import Commit, JobRecord
 from mesh.model.spec import Checkpointing
-from tests.ckptstore.worlds import open_store, save
+from tests.ckptstore.worlds import fake_seal, open_store, save
 from tests.consensus.worlds import A, B, C, D, E, make_spec
 
 WAIT_S, MIB = 30.0, 1 << 20
@@ -287,6 +290,38 @@ async def test_checkpoint_is_found_once_and_a_newer_one_again(tmp_path: Path, mo
         assert place.events.empty()
     await place.attempt.close()
     await engine.close()
+
+
+async def test_logs_of_a_checkpoint_that_are_too_large_are_left_out(tmp_path: Path) -> None:
+    for name in ("log", "ckpt"):
+        (tmp_path / "saved" / name).mkdir(parents=True)
+        (tmp_path / "saved" / name / "000.txt.times").touch()
+    store = open_store(tmp_path / "store")
+    for size, left_out in ((SNAPSHOT_BYTES - 2 * BLOCK_BYTES, False), (SNAPSHOT_BYTES, True)):
+        os.truncate(tmp_path / "saved" / "log" / "000.txt.times", size)
+        roots = {name: tmp_path / "saved" / name for name in ("log", "ckpt")}
+        saved = store.save(
+            roots,
+            job=b"j" * 16,
+            config=0,
+            term=1,
+            seq=1,
+            parent=None,
+            kind="checkpoint",
+            created_unix=0,
+            seal=fake_seal,
+        )
+        engine = LateEngine(waits=False)
+        engine.late.set()
+        root = tmp_path / f"{left_out}"
+        root.mkdir()
+        place = Place(root, engine, store=store, checkpointing=Checkpointing())
+        place.launch(JobRecord(commit=Commit(1, 1, saved.id, None, (), None, 0)))
+        assert isinstance(await place.next_event(), GuestStarted)
+        assert len([*(root / "attempt" / "logs").iterdir()]) == int(not left_out)
+        assert any("left out" in text for text, _ in place.notes) == left_out
+        await place.attempt.close()
+        await engine.close()
 
 
 @pytest.mark.parametrize("part", ["work", "ckpt"])

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from mesh.jobs import log_times
 from mesh.jobs import logs as logs_module
 from mesh.jobs.log_times import (
+    MARK_BYTES,
     LogPiece,
+    Mark,
+    decode_marks,
     decode_piece,
     encode_piece,
     mark_sizes,
@@ -21,7 +24,7 @@ from mesh.jobs.log_times import (
     read_piece,
     times_path,
 )
-from mesh.jobs.logs import COPY_MARKS, SENT_BYTES, JobLogs, LogShipping, snapshot_logs
+from mesh.jobs.logs import COPIES, COPY_MARKS, SENT_BYTES, JobLogs, LogShipping, snapshot_logs
 from mesh.rpc.client import PeerClient
 from tests.consensus.worlds import JOB
 
@@ -192,6 +195,28 @@ def test_snapshot_keeps_the_end_of_each_log_with_its_times(tmp_path: Path) -> No
     snapshot = snapshot_logs(tmp_path, live)
     assert read_piece(snapshot / "000.txt", 0) == LogPiece(0, b"earlier\n", ((50_000, 8),))
     assert read_piece(snapshot / "001.txt", 0) == LogPiece(0, b"y" * kept, ((102_000, kept),))
+
+
+def test_snapshot_reads_only_the_last_times_and_the_newest_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lender's checkpoint can hold any number of logs, and a hole of any size in place of times."""
+    (tmp_path / "logs").mkdir()
+    for number in range(COPIES + 2):
+        printed(tmp_path / "logs" / f"{number + 990:03d}.txt", "x", 50.0)
+    os.truncate(times_path(tmp_path / "logs" / "1050.txt"), 64 << 20)
+    read: list[int] = []
+
+    def decode(data: bytes) -> list[Mark]:
+        read.append(len(data))
+        return decode_marks(data)
+
+    monkeypatch.setattr(log_times, "decode_marks", decode)
+    printed(tmp_path / "2000.txt", "live", 100.0)
+    read.clear()
+    names = {path.name for path in snapshot_logs(tmp_path, tmp_path / "2000.txt").glob("*.txt")}
+    assert names == {*(f"{number}.txt" for number in range(993, 990 + COPIES + 2)), "2000.txt"}
+    assert max(read) == COPY_MARKS * MARK_BYTES
 
 
 @pytest.mark.parametrize(
