@@ -228,7 +228,11 @@ def _check_entry(entry: Entry, lengths: Sequence[int]) -> None:
         for ref in entry.refs:
             if not ref.length or ref.number >= len(lengths) or ref.offset + ref.length > lengths[ref.number]:
                 raise BadManifest(f"{entry.name!r}: a part of it is invalid")
-        if entry.target or (entry.refs and entry.lists) or len(entry.lists) > MAX_LISTS or _below(entry):
+            # Only a small file is a part of a chunk. Else few bytes could have gigabytes decoded, a chunk for each byte.
+            if len(entry.refs) > 1 and ref.length != lengths[ref.number]:
+                raise BadManifest(f"{entry.name!r}: it has several chunks, and not all of one of them")
+        many = len(entry.refs) > OWN_REFS or len(entry.lists) > MAX_LISTS
+        if entry.target or (entry.refs and entry.lists) or many or _below(entry):
             raise BadManifest(f"{entry.name!r}: not a valid file")
     elif stat.S_ISDIR(entry.mode):
         if entry.refs or len(entry.lists) != 1 or entry.target:

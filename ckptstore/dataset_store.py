@@ -15,6 +15,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ KEEP_PARTIAL_S = (
     86_400.0  # for what was added or fetched in part, so that it can continue the next day; kopia's default
 )
 FREED_AGE_S = 900.0  # age of a pack that is freed while something else is added or fetched; as for checkpoints
+DECODED = 4  # chunks kept while files are written: a bundle serves many files, as a rule in a row (own choice)
 ROWS = 4096  # of a table in one statement
 PREFIX = "data/"  # of paths for `TreeWriter`, so that a link at the top cannot lead out
 READ_ONLY_FILE, READ_ONLY_DIRECTORY = 0o444, 0o555
@@ -258,7 +260,7 @@ class DataSets(ObjectStore):
         return path
 
     def _write_tree(self, making: Path, root: Link, report: Report) -> None:
-        done, last = 0, (b"", memoryview(b""))  # a bundle serves many files in a row
+        done, decoded = 0, lru_cache(DECODED)(lambda one: memoryview(self.chunk(one)))
         with TreeWriter(making, PREFIX) as tree:
             for parts, page, entry in self.walk(root):
                 path = PREFIX + os.fsdecode(b"/".join((*parts, entry.name)))
@@ -273,9 +275,7 @@ class DataSets(ObjectStore):
                     os.ftruncate(descriptor, entry.size)
                     at = 0
                     for one, chunk_length, offset, length in self._parts(page, entry):
-                        if last[0] != one:
-                            last = (one, memoryview(self.chunk(one)))
-                        data = last[1]
+                        data = decoded(one)
                         if len(data) != chunk_length:
                             raise CorruptChunk("a chunk does not have the length that its page says")
                         if data[offset] or any_set(data[offset : offset + length]):  # one of zeros stays a hole

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from ckptstore.dataset import Link
 from ckptstore.errors import Stopped, StoreError
@@ -116,7 +117,8 @@ class DataLibrary:
         self.fetcher = DataFetcher(self.holdings, self.directory, self.space, peers, blame, self._arrived)
         self.streams = Streams(self.holdings, self.fetcher)
         self.works: dict[tuple[str, str], Work] = {}
-        self._adding, self._making = asyncio.Semaphore(1), asyncio.Lock()
+        self._adding = asyncio.Semaphore(1)
+        self._making = WeakValueDictionary[bytes, asyncio.Lock]()  # while the files of a data set are made
         self._announced, self._announced_at = b"", 0.0
 
     # --- life
@@ -367,7 +369,7 @@ class DataLibrary:
                 await self.fetcher.fetch(need.manifest, manifest, lambda: guest.job, tell)
             tree = self.holdings.store.tree(need.manifest)
             if not tree.exists():
-                async with self._making:
+                async with self._making.setdefault(need.manifest, asyncio.Lock()):
                     if not tree.exists():  # it may have been made for another guest meanwhile
                         await self._unpack(need.manifest, manifest, tell)
             self.holdings.touch(need.manifest)

@@ -347,7 +347,9 @@ BAD_PAGES = {
     "pipe": Page(**CHUNK, entries=(f(mode=stat.S_IFIFO | 0o666, refs=(), size=0),)),
     "behind its chunk": Page(**CHUNK, entries=(f(refs=(ref(5, 5),)),)),
     "no such chunk": Page(**CHUNK, entries=(f(refs=(ref(number=1),)),)),
-    "empty part": Page(**CHUNK, entries=(f(refs=(ref(), ref(0, 0))),)),
+    "empty part": Page(**CHUNK, entries=(f(refs=(ref(0, 0),), size=0),)),
+    "parts of chunks": Page(**CHUNK, entries=(f(refs=(ref(0, 9), ref(0, 1)), size=10),)),
+    "many chunks": Page(**CHUNK, entries=(f(refs=(ref(0, 9),) * 17, size=17 * 9),)),
     "size": Page(**CHUNK, entries=(f(size=6),)),
     "huge size": Page(**CHUNK, entries=(f(size=2**52),)),
     "huge chunk": Page(ids=b"c" * 32, lengths=(1 << 30,), entries=(f(),)),
@@ -523,6 +525,22 @@ def test_chunks_of_an_add_stay_until_it_is_given_up(store: DataSets, source: Pat
         store.publish(ID, b"sealed", added.root)
     assert store.free(time.time() + 1e6).packs == 0 and list(store.known()) == [ID]
     assert sorted(store.members.of(ID)) == sorted(walked.members.of(ID))
+
+
+def test_chunks_that_files_use_in_turn_are_decoded_once(store: DataSets, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = PackWriter(store.tmp, store.packs)
+    chunks = [chunk_name(bytes([number]) * 9) for number in range(4)]
+    for number, chunk in enumerate(chunks):
+        writer.add(*wrap(chunk, bytes([number]) * 9, 9, 0, 0, None))
+    files = tuple(f(b"%02d" % number, 5, (ref(number % 5, 5, number % 4),)) for number in range(40))
+    data = encode(Page(b"".join(chunk.id for chunk in chunks), (9,) * 4, files))
+    page = chunk_name(data)
+    writer.add(*wrap(page, data, len(data), 0, 0, None))
+    store.publish_pack(writer)
+    read, real = [], store.chunk
+    monkeypatch.setattr(store, "chunk", lambda one: read.append(one) or real(one))  # type: ignore[func-returns-value]
+    tree = store.make_tree(ID, Link(page.id, len(data), 40 * 5, 40))
+    assert (tree / "37").read_bytes() == b"\1" * 5 and len(read) == 4 + 1
 
 
 def test_chunk_of_another_length_is_refused(store: DataSets) -> None:

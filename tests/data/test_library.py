@@ -20,7 +20,7 @@ from mesh.data.manifest import DataManifest
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
 
-SET = b"i" * 32
+SET, OTHER = b"i" * 32, b"o" * 32
 SIZE = 1 << 20
 
 
@@ -65,9 +65,9 @@ async def hold(library: DataLibrary, source: Path) -> DataManifest:
     return manifest
 
 
-async def brought(library: DataLibrary, told: Callable[[str], None] = print) -> Brought:
+async def brought(library: DataLibrary, told: Callable[[str], None] = print, identity: bytes = SET) -> Brought:
     guest = Guest(b"j" * 16, print)
-    return await library.bring(DataNeed("ada/pictures", SET), b"b" * 32, guest, told, False)
+    return await library.bring(DataNeed("ada/pictures", identity), b"b" * 32, guest, told, False)
 
 
 async def test_order_that_is_cancelled_ends_after_its_thread() -> None:
@@ -126,6 +126,25 @@ async def test_guest_that_goes_ends_the_unpacking_of_its_files(
     with pytest.raises(asyncio.CancelledError):
         await guest
     assert work.ended.is_set() and not library.holdings.used[SET]
+
+
+async def test_data_set_that_is_unpacked_for_long_holds_up_no_other(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    library.holdings.store.quota_bytes = None
+    work = Endless()
+    make: Any = lambda identity, root, report: work.run(lambda: report(1))  # noqa: E731
+    real = library.holdings.store.make_tree
+    monkeypatch.setattr(library.holdings.store, "make_tree", make)
+    slow = asyncio.create_task(brought(library))
+    assert await asyncio.to_thread(work.begun.wait, 60)
+    monkeypatch.setattr(library.holdings.store, "make_tree", real)
+    library.directory.known[OTHER] = manifest
+    library.holdings.held.add(OTHER)
+    assert (await brought(library, identity=OTHER)).path.is_dir() and not slow.done()
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
 
 
 async def test_guests_that_start_together_share_the_files_of_a_set(library: DataLibrary, tmp_path: Path) -> None:
