@@ -1,8 +1,8 @@
 """The file system of a data set that is still being fetched: a process of its own, so that no read can hold up the daemon.
 
 It shows the whole tree at once, answers from the packs that are here, every chunk compared with its hash, and asks the daemon for
-the chunks that reads wait for. A read that does not get its chunk within `read_s` seconds fails with EIO. Records on the pipes: a
-letter, a chunk's id and its length. The file system goes when the daemon's end closes.
+the chunks that reads wait for. A read that does not get a chunk within `read_s` seconds, or all of them within 1.5 times that,
+fails with EIO. Records on the pipes: a letter, a chunk's id and its length. The file system goes when the daemon's end closes.
 """
 
 import asyncio
@@ -39,6 +39,8 @@ AGAIN_S = (
 )
 KILLED_S = 0.05  # between looks whether an interrupted reader was killed (own choice)
 CACHE_BYTES = 64 << 20  # of chunks, decoded (own choice)
+MOST_BROUGHT = 4096  # chunks for one request; more only if they evict each other from memory (own choice)
+WAITS = 1.5  # times `read_s` for a whole request; the kernel gives up after 2 (own choice)
 MOST_PIECES = os.sysconf("SC_IOV_MAX")
 READERS = 4  # threads that read packs (own choice)
 READ_ONLY_FILE, READ_ONLY_DIRECTORY = 0o444, 0o555
@@ -114,18 +116,22 @@ class StreamServer:
     async def _wait(self, request: fuse.Request) -> None:
         """Answer once the chunks that it takes are in memory."""
         try:
-            while True:
-                try:
-                    body = self._answer(request)
-                    break
-                except Lacking as lacking:
-                    await self._bring(lacking)
+            async with asyncio.timeout(WAITS * self._read_s):
+                body = await self._answered(request)
             self._reply(request.unique, body)
         except Exception as error:
             self._refuse(request, error)
         except asyncio.CancelledError:
             self._reply(request.unique, (), errno.EINTR)
             raise
+
+    async def _answered(self, request: fuse.Request) -> list[Bytes]:
+        for _ in range(MOST_BROUGHT):
+            try:
+                return self._answer(request)
+            except Lacking as lacking:
+                await self._bring(lacking)
+        raise OSError(errno.EIO, "it takes more chunks than there is memory for")
 
     def _refuse(self, request: fuse.Request, error: Exception) -> None:
         """Answer with an error, whatever it is: a request without an answer would hold its reader for ever."""

@@ -5,19 +5,25 @@ import errno
 import os
 import random
 import signal
+import stat
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from blake3 import blake3
 
-from ckptstore.dataset import Link
+from ckptstore.dataset import Entry, Link, Page, Ref, put_page
 from ckptstore.dataset_adder import Adder
 from ckptstore.dataset_store import DataSets
 from ckptstore.errors import MissingChunks
-from mesh.data import fuse
+from mesh.data import fuse, stream_server
 from mesh.data.stream_server import FAILED, WANT, StreamServer
 from mesh.data.streams import problem, sweep
 from tests.cleanup import cleanup
@@ -190,6 +196,49 @@ async def test_read_of_a_chunk_that_does_not_come_fails(kept: tuple[DataSets, Li
         with pytest.raises(OSError) as failed:
             await content(found.path / "large")
         assert failed.value.errno == errno.EIO and await found.waits_for(FAILED)
+
+
+async def read_of_sixteen_chunks(load: Callable[[], object]) -> tuple[int, int]:
+    """Return the error of a read of a file of 16 chunks, and how many chunks were loaded for it; `load` is called for each."""
+    chunks: dict[bytes, bytes] = {}
+    loaded: list[bytes] = []
+
+    def put(data: bytes) -> bytes:
+        identity = blake3(data).digest()
+        chunks[identity] = data
+        return identity
+
+    def give(identity: bytes) -> bytes:
+        load()
+        loaded.append(identity)
+        return chunks[identity]
+
+    ids = b"".join(put(bytes([number]) * 9) for number in range(16))
+    refs = tuple(Ref(number, 0, 9) for number in range(16))
+    root = put_page(put, Page(ids, (9,) * 16, (Entry(b"f", stat.S_IFREG | 0o644, 144, refs),)), 144, 1)
+    answers, kernel = os.pipe()
+    try:
+        server = StreamServer(kernel, root, UNIX, give, lambda kind, identity, length: None, read_s=0.4)
+        request: Any = SimpleNamespace(opcode=fuse.READ, unique=7, node=2, pid=0, span=(0, 4096))
+        async with asyncio.timeout(60):
+            await server._wait(request)
+        await asyncio.gather(*server._coming.values(), return_exceptions=True)
+        return -struct.unpack_from("=Ii", os.read(answers, 4096))[1], len(loaded)
+    finally:
+        os.close(answers)
+        os.close(kernel)
+
+
+async def test_read_whose_chunks_evict_each_other_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await read_of_sixteen_chunks(lambda: None) == (0, 17)
+    monkeypatch.setattr(stream_server, "CACHE_BYTES", 1)
+    monkeypatch.setattr(stream_server, "MOST_BROUGHT", 100)
+    assert await read_of_sixteen_chunks(lambda: None) == (errno.EIO, 100)
+
+
+async def test_all_chunks_of_a_read_have_one_deadline() -> None:
+    error, loaded = await read_of_sixteen_chunks(lambda: time.sleep(0.1))
+    assert error == errno.EIO and loaded < 12
 
 
 async def test_damaged_chunk_is_not_given_to_a_guest(kept: tuple[DataSets, Link], tmp_path: Path) -> None:
