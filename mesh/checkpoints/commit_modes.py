@@ -1,16 +1,20 @@
 """Commit modes: when a checkpoint is complete, judged from the directory alone (docs/reference/job-contract.md).
 
-- `rename`: an entry under its final name is complete, because it was written elsewhere and renamed.
+- `rename`: an entry under its final name is complete, because it was written elsewhere and renamed. Numbered entries are
+   checkpoints, the highest number last; without one, directories; without one, files.
 - `marker`: a directory is complete once it holds a file COMMITTED.
 - `stable`: nothing in the tree was written for a while and no process has it open for writing; for programs that know nothing
    of checkpoints.
 """
 
 import os
-from collections.abc import Iterator
+import re
+import stat
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +24,8 @@ from mesh.util import trees
 MARKER = "COMMITTED"
 DONE_MARKER = ".mesh-done"
 MOST_WRITTEN = 64  # unfinished names that are followed (own choice)
+MOST_BESIDE = 16  # files and links that are saved with the checkpoints (own choice)
+_DIGITS, _FRACTION = re.compile(r"[0-9]+"), re.compile(r"[0-9]+\.[0-9]+")  # `val_loss=0.25` counts nothing
 # Names that training frameworks give to unfinished files, and Hugging Face's sentinel.
 _UNFINISHED_SUFFIXES = (".tmp", ".part", ".partial", ".incomplete")
 _SENTINELS = {"checkpoint-is-incomplete.txt"}
@@ -35,27 +41,73 @@ class CommittedTree(msgspec.Struct, frozen=True):
     key: tuple[tuple[str, int, int], ...]
 
 
+class _Entry(NamedTuple):
+    name: str
+    mode: int
+    mtime_ns: int
+    inode: int
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...]]:
+        """Return the name without its numbers, and the numbers."""
+        name = _FRACTION.sub(".", self.name)
+        return _DIGITS.sub("#", name), tuple(int(digits) for digits in _DIGITS.findall(name))
+
+
 def committed_tree(
-    directory: Path, rules: Checkpointing, now_unix: float, *, ended: bool = False
+    directory: Path, rules: Checkpointing, now_unix: float, *, ended: bool = False, beside: bool = True
 ) -> CommittedTree | None:
-    """Return the newest complete state, or None. `ended`: the guest has exited by itself, so nothing is written any more."""
+    """Return the newest complete state, or None. `ended`: the guest has exited by itself, so nothing is written any more.
+
+    `beside`: also what lies beside the checkpoints, which the guest may be writing.
+    """
     if rules.mode == "stable":
         return _stable(directory, rules, now_unix, ended)
     entries = []
     for path in directory.iterdir():
-        if unfinished(path.name) or (rules.mode == "marker" and not (path / MARKER).is_file()):
-            continue
-        with suppress(FileNotFoundError):  # the guest may delete old entries meanwhile
-            info = path.stat()
-            entries.append((info.st_mtime_ns, path.name, info.st_ino))
-    if not entries:
+        if not unfinished(path.name):
+            with suppress(FileNotFoundError):  # the guest may delete old entries meanwhile
+                info = path.lstat()
+                entries.append(_Entry(path.name, info.st_mode, info.st_mtime_ns, info.st_ino))
+    checkpoints = _checkpoints(directory, entries, rules.mode)
+    newest = _oldest_first(checkpoints)[-rules.keep :]
+    if not newest:
         return None
-    newest = sorted(entries)[-rules.keep :]
+    others = [entry for entry in entries if entry not in checkpoints]
+    unnumbered = [entry for entry in others if stat.S_ISDIR(entry.mode) and rules.mode == "rename"]
+    unnumbered = _oldest_first(unnumbered)[-rules.keep :]
+    files = [entry for entry in others if stat.S_ISREG(entry.mode) or stat.S_ISLNK(entry.mode)]
+    files = sorted(files, key=lambda entry: entry.mtime_ns)[-MOST_BESIDE:]
+    saved = [*newest, *unnumbered, *files] if beside else newest
     return CommittedTree(
-        roots={f"ckpt/{name}": directory / name for _, name, _ in newest},
-        resume=newest[-1][1],
-        key=tuple((name, mtime, inode) for mtime, name, inode in newest),
+        roots={f"ckpt/{entry.name}": directory / entry.name for entry in saved},
+        resume=newest[-1].name,
+        key=tuple((entry.name, entry.mtime_ns, entry.inode) for entry in (*newest, *unnumbered)),
     )
+
+
+def _checkpoints(directory: Path, entries: Sequence[_Entry], mode: str) -> Sequence[_Entry]:
+    """Return the entries that are checkpoints: directories before files, and those with numbers before others; never a link."""
+    directories = [entry for entry in entries if stat.S_ISDIR(entry.mode)]
+    if mode == "marker":
+        return [entry for entry in directories if (directory / entry.name / MARKER).is_file()]
+    files = [entry for entry in entries if stat.S_ISREG(entry.mode)]
+    kinds = ([entry for entry in kind if entry.place[1]] for kind in (directories, files))
+    return next(filter(None, kinds), directories or files)
+
+
+def _oldest_first(entries: Sequence[_Entry]) -> list[_Entry]:
+    """Sort by number where names differ only in numbers, since copying or adding to an old entry makes its time new.
+
+    Other names are sorted by time: an entry counts as at least as new as those of its name with lower numbers.
+    """
+    reached: dict[str, int] = {}
+    ranks = {}
+    for entry in sorted(entries, key=lambda entry: (entry.place, entry.mtime_ns)):
+        shape, numbers = entry.place
+        reached[shape] = max(reached.get(shape, 0), entry.mtime_ns)
+        ranks[entry] = (reached[shape], numbers, entry.mtime_ns, entry.name)
+    return sorted(entries, key=ranks.__getitem__)
 
 
 def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool) -> CommittedTree | None:

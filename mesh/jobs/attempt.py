@@ -77,6 +77,9 @@ STREAM_S = 1.0  # for a killed guest to end before reads of streamed data sets a
 DATA_NOTED_S = 1.0  # a data set that is ready sooner needs no event (own choice)
 POLL_S = 0.25  # between looks at the checkpoint directory and the progress file (own choice)
 TORN_RETRIES = 5
+TRIES_BESIDE = (
+    2  # of these with what lies beside the checkpoints, such as a log that is written all the time (own choice)
+)
 HEEDS_EVERY = 8  # looks: a guest may install its signal handler late
 FULL_BYTES = 1 << 20  # free space below which writes are likely to fail (own choice)
 
@@ -595,10 +598,11 @@ class Attempt:
                 return True
         return False
 
-    def _committed(self, ended: bool) -> CommittedTree | None:
+    def _committed(self, ended: bool, beside: bool = True) -> CommittedTree | None:
         assert self.spec.checkpointing is not None
+        directory, rules = self.base / "ckpt", self.spec.checkpointing
         with suppress(FileNotFoundError):
-            return committed_tree(self.base / "ckpt", self.spec.checkpointing, time.time(), ended=ended)
+            return committed_tree(directory, rules, time.time(), ended=ended, beside=beside)
         return None
 
     # --- saving
@@ -630,7 +634,8 @@ class Attempt:
     async def _store_checkpoint(self, order: SaveCheckpoint) -> CheckpointStored:
         for remaining in reversed(range(TORN_RETRIES)):
             await self._report_progress()  # programs write their progress before they save
-            tree = await asyncio.to_thread(self._committed, order.final and self._exit_was_clean)
+            beside = remaining >= TORN_RETRIES - TRIES_BESIDE
+            tree = await asyncio.to_thread(self._committed, order.final and self._exit_was_clean, beside)
             if tree is None or tree.key == self._saved_key:
                 if order.final and self._yielded:
                     self._loss.yielded(self.stages["exited"])

@@ -42,8 +42,8 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
     `directory` is relative to the working directory. `mode` is one of the commit modes of docs/reference/job-contract.md.
     `replicas` is the number of peers that are to have each checkpoint on disk, and `to` names peers that are. `keep` is how
-    many of the directory's newest entries are saved with each. With `every`, the guest gets a notice when it is to save. With
-    mode `system` the whole container is saved then, and when it has to leave.
+    many of the directory's newest checkpoints are saved each time. With `every`, the guest gets a notice when it is to save.
+    With mode `system` the whole container is saved then, and when it has to leave.
     """
 
     directory: str = "ckpts"

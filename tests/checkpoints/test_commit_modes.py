@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.checkpoints.commit_modes import committed_tree, link_checkpoints
+from mesh.checkpoints.commit_modes import MOST_BESIDE, committed_tree, link_checkpoints
 from mesh.model.spec import Checkpointing
 
 RENAME, MARKER = Checkpointing(mode="rename", keep=2), Checkpointing(mode="marker", keep=2)
@@ -42,12 +42,80 @@ def test_rename_mode_takes_the_newest_final_names(tmp_path: Path) -> None:
     assert newer is not None and newer.key != tree.key and newer.resume == "step-10"
 
 
+@pytest.mark.parametrize(
+    ("keep", "made", "saved", "resume"),
+    [
+        pytest.param(
+            2,
+            ["global_step9/", "latest", "zero_to_fp32.py", "global_step10/", "latest", "zero_to_fp32.py"],
+            ["global_step10", "global_step9", "latest", "zero_to_fp32.py"],
+            "global_step10",
+            id="DeepSpeed",
+        ),
+        pytest.param(
+            1,
+            ["epoch=1-step=10.ckpt", "epoch=2-step=20.ckpt", "last.ckpt -> epoch=2-step=20.ckpt"],
+            ["epoch=2-step=20.ckpt", "last.ckpt"],
+            "epoch=2-step=20.ckpt",
+            id="Lightning",
+        ),
+        pytest.param(
+            1,
+            ["ckpt-1/", "ckpt-2/", "latest -> ckpt-2", "log.txt"],
+            ["ckpt-2", "latest", "log.txt"],
+            "ckpt-2",
+            id="log",
+        ),
+        pytest.param(1, ["step-7.pt", "logs/", "last -> logs"], ["last", "logs", "step-7.pt"], "step-7.pt", id="logs"),
+        pytest.param(1, ["step-8/", "last/"], ["last", "step-8"], "step-8", id="unnumbered"),
+        pytest.param(1, ["step-10/", "step-9/"], ["step-10"], "step-10", id="written late"),
+        pytest.param(1, ["loss=0.9-step=1", "loss=0.5-step=2"], ["loss=0.5-step=2"], "loss=0.5-step=2", id="metric"),
+        pytest.param(2, ["c.pt", "a.pt", "b.pt", "d.pt -> c.pt"], ["a.pt", "b.pt", "d.pt"], "b.pt", id="plain files"),
+    ],
+)
+def test_what_lies_beside_checkpoints_takes_no_place_of_theirs(
+    tmp_path: Path, keep: int, made: list[str], saved: list[str], resume: str
+) -> None:
+    for age, line in enumerate(reversed(made)):
+        name, _, target = line.partition(" -> ")
+        path, moment = tmp_path / name.rstrip("/"), time.time() - age
+        if name.endswith("/"):
+            path.mkdir(exist_ok=True)
+        elif target:
+            path.symlink_to(target)
+        elif not path.exists():
+            path.write_text(line)
+        os.utime(path, (moment, moment), follow_symlinks=False)
+    rules = Checkpointing(mode="rename", keep=keep)
+    tree = committed_tree(tmp_path, rules, time.time())
+    assert tree is not None and tree.resume == resume
+    assert sorted(tree.roots) == [f"ckpt/{name}" for name in saved]
+    alone = committed_tree(tmp_path, rules, time.time(), beside=False)
+    assert alone is not None and alone.key == tree.key and alone.resume == resume
+    assert len(alone.roots) == keep and f"ckpt/{resume}" in alone.roots
+
+
+def test_links_alone_are_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "step-7").symlink_to("elsewhere")
+    for rules in (RENAME, MARKER):
+        assert committed_tree(tmp_path, rules, time.time()) is None
+
+
+def test_files_saved_beside_checkpoints_are_bounded(tmp_path: Path) -> None:
+    entry(tmp_path, "step-1")
+    for number in range(100):
+        (tmp_path / f"{number}.log").touch()
+    tree = committed_tree(tmp_path, RENAME, time.time())
+    assert tree is not None and "ckpt/step-1" in tree.roots and len(tree.roots) == 1 + MOST_BESIDE
+
+
 def test_marker_mode_requires_the_marker_file(tmp_path: Path) -> None:
     path = entry(tmp_path, "epoch-1")
     assert committed_tree(tmp_path, MARKER, time.time()) is None
     (path / "COMMITTED").touch()
+    (tmp_path / "latest").symlink_to("epoch-1")
     tree = committed_tree(tmp_path, MARKER, time.time())
-    assert tree is not None and tree.resume == "epoch-1"
+    assert tree is not None and tree.resume == "epoch-1" and set(tree.roots) == {"ckpt/epoch-1", "ckpt/latest"}
 
 
 def test_stable_mode_waits_until_no_file_changes_or_is_open_for_writing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.errors import DiskFull
+from ckptstore.errors import DiskFull, FileChanged
 from ckptstore.store import BLOCK_BYTES
 from membership.identity import Identity
 from mesh.checkpoints.replica_policy import ReplicaPolicy
@@ -22,6 +22,7 @@ from mesh.consensus.effects import Launch as LaunchGuest
 from mesh.consensus.reports import (
     CheckpointFailed,
     CheckpointFound,
+    CheckpointStored,
     GuestExited,
     GuestFailed,
     GuestStarted,
@@ -224,6 +225,29 @@ async def test_unforeseen_error_of_the_last_save_is_reported(tmp_path: Path) -> 
     await place.engine.close()
 
 
+async def test_log_written_beside_checkpoints_keeps_none_from_being_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[list[str]] = []
+
+    async def store(roots: dict[str, Path], *more: object) -> CheckpointStored:
+        tried.append(sorted(roots))
+        if "ckpt/log.txt" in roots:
+            raise FileChanged("log.txt changed while it was being saved")
+        return CheckpointStored(b"m" * 32, (), None)
+
+    monkeypatch.setattr(attempt_module, "POLL_S", 0.0)
+    place = Place(tmp_path, LateEngine(waits=False), checkpointing=Checkpointing(mode="rename"))
+    monkeypatch.setattr(place.attempt.writer, "checkpoint", store)
+    (tmp_path / "attempt" / "ckpt" / "step-1").mkdir(parents=True)
+    (tmp_path / "attempt" / "ckpt" / "log.txt").touch()
+    place.attempt.perform(SaveCheckpoint(seq=1, parent=None, final=False))
+    assert isinstance(await place.next_event(), CheckpointStored)
+    assert tried[0] == ["ckpt/log.txt", "ckpt/step-1", "log"] and tried[-1] == ["ckpt/step-1", "log"]
+    await place.attempt.close()
+    await place.engine.close()
+
+
 async def test_start_that_breaks_off_by_an_unforeseen_error_is_reported(tmp_path: Path) -> None:
     class Broken(LateEngine):
         async def start(self, launch: Launch) -> Guest:
@@ -273,8 +297,8 @@ async def test_checkpoint_is_found_once_and_a_newer_one_again(tmp_path: Path, mo
     looks: list[object] = []
     committed = place.attempt._committed
 
-    def look(ended: bool) -> object:
-        looks.append(found := committed(ended))
+    def look(ended: bool, beside: bool = True) -> object:
+        looks.append(found := committed(ended, beside))
         return found
 
     monkeypatch.setattr(place.attempt, "_committed", look)
