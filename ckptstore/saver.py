@@ -27,7 +27,9 @@ DIGITS = re.compile(r"\d+")  # digits of a path are usually the step
 class Saver:
     """Saves one checkpoint. `bases` are an earlier checkpoint's chunks by label.
 
-    `hold` keeps an existing chunk from being collected, and returns None if it is not in the store.
+    `hold` keeps an existing chunk from being collected, and returns None if it is not in the store. `places` are the prefixes by
+    the directories as whoever wrote the links saw them: an absolute link below one becomes relative, and a link that still leads
+    out of its tree is left out. Without `places` it is refused.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Saver:
         bases: Mapping[bytes, Base],
         compress: bool,
         cipher: StateCipher | None,
+        places: Mapping[str, str] | None = None,
     ) -> None:
         self._writer, self._pool, self._threads, self._cipher = writer, pool, threads, cipher
         self._hold, self._read_chunk, self._bases, self._compress = hold, read_chunk, bases, compress
+        self._places = places
         self._held: set[str] = set()
         self._encodings: dict[str, Encoding] = {}
         self._same_shape: Counter[str] = Counter()
@@ -50,6 +54,7 @@ class Saver:
         self._bytes = 0
         self.lengths: list[int] = []
         self.files: list[FileEntry] = []
+        self.left_out: list[str] = []
 
     @property
     def ids(self) -> bytes:
@@ -64,13 +69,10 @@ class Saver:
             raise FileChanged(f"{path} was removed while it was being saved") from error
         check_path(prefix)
         check_text(prefix)
-        if len(self.files) >= MAX_FILES:
+        if len(self.files) + len(self.left_out) >= MAX_FILES:
             raise BadManifest(f"there are more than {MAX_FILES} files: pack small files into few large ones")
         if stat.S_ISLNK(info.st_mode):
-            target = str(path.readlink())
-            check_link(prefix, target)
-            check_text(target)
-            self.files.append(FileEntry(prefix, info.st_mode, 0, (), target))
+            self._add_link(prefix, info.st_mode, str(path.readlink()))
         elif stat.S_ISDIR(info.st_mode):
             self.files.append(FileEntry(prefix, info.st_mode, 0))
             for child in sorted(path.iterdir()):
@@ -79,6 +81,23 @@ class Saver:
             self._add_file(prefix, path, real)
         else:
             raise BadPath(f"{path} is a socket, pipe or device: only files, directories and links can be saved")
+
+    def _add_link(self, prefix: str, mode: int, target: str) -> None:
+        check_text(target)
+        for place in sorted(self._places or {}, key=len, reverse=True):  # the innermost first
+            below = target.removeprefix(place)
+            if below != target and below[:1] in {"", "/"} and ".." not in below.split("/"):
+                assert self._places is not None
+                target = os.path.relpath(f"/{self._places[place]}{below}", f"/{prefix}/..")
+                break
+        try:
+            check_link(prefix, target)
+        except BadPath:
+            if self._places is None:
+                raise
+            self.left_out.append(prefix)
+        else:
+            self.files.append(FileEntry(prefix, mode, 0, (), target))
 
     def _add_file(self, prefix: str, path: Path, real: str) -> None:
         # The n-th file with this path, digits aside, is compared with the n-th one of the parent checkpoint.

@@ -63,6 +63,7 @@ class SavedManifest(msgspec.Struct, frozen=True):
     manifest: Manifest
     new_bytes: int  # written for new chunks
     raw_bytes: int  # size of the new chunks before encoding
+    left_out: tuple[str, ...] = ()  # links that lead out of their trees
 
 
 class ManifestInfo(msgspec.Struct, frozen=True):
@@ -147,11 +148,12 @@ class Store(ObjectStore):
         compress: bool = True,
         cipher: StateCipher | None = None,
         user: str = "",
+        places: Mapping[str, str] | None = None,
     ) -> SavedManifest:
         """Save files and directories under their prefixes, for the job of `user`, encrypted if there is a `cipher`.
 
         Only new chunks are written. With `compress` they are compressed, or stored as deltas to chunks of `parent` where that is
-        shorter. FileChanged if a file changes meanwhile; then the store is unchanged.
+        shorter. FileChanged if a file changes meanwhile; then the store is unchanged. `places`: see `Saver`.
         """
         from ckptstore.saver import Saver
 
@@ -163,7 +165,7 @@ class Store(ObjectStore):
                 def read(identity: bytes) -> Bytes:
                     return self.chunk(identity, cipher)
 
-                saver = Saver(writer, self._pool, THREADS, self.hold, read, bases, compress, cipher)
+                saver = Saver(writer, self._pool, THREADS, self.hold, read, bases, compress, cipher, places)
                 for prefix, path in sorted(roots.items()):
                     saver.add(prefix, path)
                 manifest = Manifest(
@@ -191,7 +193,9 @@ class Store(ObjectStore):
                 raise
             self.publish_pack(writer)
             identity = self._accept(sealed, manifest)
-            return SavedManifest(identity, sealed, manifest, writer.bytes_written, writer.raw_bytes)
+            return SavedManifest(
+                identity, sealed, manifest, writer.bytes_written, writer.raw_bytes, tuple(saver.left_out)
+            )
 
     def _bases(self, parent: bytes | None, cipher: StateCipher | None) -> dict[bytes, Base]:
         """Return the chunks of an earlier checkpoint by label, as bases for deltas; for a chunk that is a delta, its base."""

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,8 +36,9 @@ class CheckpointWriter:
     """The writer of one attempt.
 
     `replica_policy` tells where replicas may go now; `note` writes an event for the user; `cipher` encrypts, once it is
-    known. The attribute `note` is the remark on the last checkpoint; `last_save` its new bytes and the seconds it took to
-    store them; `state_bytes` all of its bytes.
+    known; `places` are the prefixes in the store by the directories as the guest sees them. The attribute `note` is the
+    remark on the last checkpoint; `last_save` its new bytes and the seconds it took to store them; `state_bytes` all of its
+    bytes.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class CheckpointWriter:
         loss: LossEstimate,
         save_schedule: SaveSchedule,
         note: Callable[..., None],
+        places: Mapping[str, str],
     ) -> None:
         self.note = ""
         self.last_save: tuple[int, float] | None = None
@@ -59,6 +61,7 @@ class CheckpointWriter:
         self._job, self._spec = job, spec
         self._store, self._replicator, self._seal, self._replica_policy = store, replicator, seal, replica_policy
         self._loss, self._cadence, self._note_event = loss, save_schedule, note
+        self._places, self._left_out = places, False
         self._compression = CompressionPolicy()
         self._holders: tuple[bytes, ...] = ()  # of the last checkpoint
         self._stood_in = ""
@@ -148,7 +151,7 @@ class CheckpointWriter:
         compress: bool = True,
     ) -> SavedManifest:
         """Save to this node's own store."""
-        return await asyncio.to_thread(
+        saved = await asyncio.to_thread(
             self._store.save,
             roots,
             job=self._job,
@@ -163,4 +166,10 @@ class CheckpointWriter:
             compress=compress,
             cipher=self.cipher,
             user=self._spec.user,
+            places=self._places,
         )
+        if saved.left_out and not self._left_out:
+            self._left_out = True
+            some = f"{saved.left_out[0]}, one of {len(saved.left_out)}," if saved.left_out[1:] else saved.left_out[0]
+            self._note_event(f"the link {some} leads out of its directory and is not saved", "left out")
+        return saved

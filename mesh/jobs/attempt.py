@@ -49,7 +49,7 @@ from mesh.data.manifest import FetchFailed
 from mesh.data.streams import Guest as DataGuest
 from mesh.data.streams import seen_by_engine
 from mesh.execution.control_files import put_file, read_file
-from mesh.execution.engine import BadCommand, Engine, EngineError, Guest, Shown
+from mesh.execution.engine import CKPT, OUT, WORK, BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch
 from mesh.execution.notice import give_notice
 from mesh.jobs import image_python
@@ -112,6 +112,17 @@ class CommitNotFetched(Exception):
         self.failure = failure
 
 
+def seen_places(spec: JobSpec, base: Path, own_root: bool) -> dict[str, str]:
+    """Return the prefixes in the store by the guest's directories, as it sees them."""
+    work = WORK if own_root else str(base / "work")
+    places = {
+        work: "work",
+        CKPT if own_root else str(base / "ckpt"): "ckpt",
+        OUT if own_root else str(base / "out"): "out",
+    }
+    return places if spec.checkpointing is None else places | {f"{work}/{spec.checkpointing.directory}": "ckpt"}
+
+
 class Attempt:
     """One attempt on this node, as runner or gang member.
 
@@ -167,7 +178,16 @@ class Attempt:
         self._loss = LossEstimate(gpu_percent(spec.gpus, spec.gpu_share), self._warn, spec.priority)
         self.save_schedule = SaveSchedule(spec, base / "ctl", self._loss)
         self.writer = CheckpointWriter(
-            job, spec, store, replicator, seal, replica_policy, self._loss, self.save_schedule, note
+            job,
+            spec,
+            store,
+            replicator,
+            seal,
+            replica_policy,
+            self._loss,
+            self.save_schedule,
+            note,
+            seen_places(spec, base, engine.own_root),
         )
         self._saved_key: object = None
         self._found_key: object = None

@@ -52,6 +52,7 @@ class Desk:
             self.loss,
             self.schedule,
             lambda *said: self.noted.append(said),
+            {"/mesh/ckpt": "ckpt"},
         )
         write_tree(root / "in", {"state": b"secret state" * 1000})
 
@@ -204,6 +205,14 @@ async def test_user_is_told_once_that_another_node_stands_in(desk: Desk) -> None
         await desk.save()
         assert desk.writer.note == ""
     assert desk.noted[1:] == [("the nodes chosen for checkpoints hold them again", "stand-in")]
+
+
+async def test_user_is_told_once_of_a_link_that_cannot_be_saved(desk: Desk) -> None:
+    (desk.root / "in" / "latest").symlink_to("/mesh/ckpt/state")
+    (desk.root / "in" / "data").symlink_to("/srv/data")
+    for _ in range(2):
+        await desk.save()
+    assert desk.noted == [("the link ckpt/data leads out of its directory and is not saved", "left out")]
 
 
 async def test_manifest_says_how_to_resume(desk: Desk) -> None:

@@ -179,6 +179,35 @@ def test_links_out_of_the_tree_and_special_files_are_refused(tmp_path: Path) -> 
     assert store.manifests() == []
 
 
+def test_links_are_saved_relative_or_left_out_where_the_places_of_their_writer_are_known(tmp_path: Path) -> None:
+    places = {"/mesh/work": "work", "/mesh/ckpt": "ckpt", "/mesh/work/ckpts": "ckpt"}
+    kept = {
+        "latest": ("/mesh/ckpt/step-5", "step-5"),
+        "below/latest": ("/mesh/work/ckpts/step-5", "../step-5"),
+        "itself": ("/mesh/ckpt", "."),
+        "plain": ("step-5/w", "step-5/w"),
+    }
+    left_out = {
+        "data": "/mesh/work/data",
+        "up": "../work/data",
+        "other": "/etc/passwd",
+        "alike": "/mesh/ckpt2/step-5",
+        "out": "/mesh/ckpt/../../etc/passwd",
+    }
+    write_tree(tmp_path / "ckpt", {"step-5/w": b"x", "below/y": b"y"})
+    for name, target in [*((name, target) for name, (target, _) in kept.items()), *left_out.items()]:
+        (tmp_path / "ckpt" / name).symlink_to(target)
+    store = open_store(tmp_path / "store")
+    saved = save(store, tmp_path / "ckpt", places=places)
+    assert sorted(saved.left_out) == sorted(f"ckpt/{name}" for name in left_out)
+    store.restore(saved.id, tmp_path / "out", prefix="ckpt")
+    links = {
+        str(path.relative_to(tmp_path / "out")): path for path in (tmp_path / "out").rglob("*") if path.is_symlink()
+    }
+    assert {name: str(path.readlink()) for name, path in links.items()} == {name: to for name, (_, to) in kept.items()}
+    assert (tmp_path / "out" / "below" / "latest" / "w").read_bytes() == b"x"
+
+
 @pytest.mark.parametrize("path", ["", "/a", "a/../b", "..", "a//b", "./a", "a/.", "a\0b", "x" * 5000, "y" * 300])
 def test_bad_paths_are_refused(path: str) -> None:
     with pytest.raises(BadPath):

@@ -41,6 +41,7 @@ def save(
     compress: bool = True,
     seal: Seal = fake_seal,
     prefix: str = "ckpt",
+    places: dict[str, str] | None = None,
 ) -> SavedManifest:
     return store.save(
         {prefix: path},
@@ -54,6 +55,7 @@ def save(
         seal=seal,
         compress=compress,
         cipher=cipher,
+        places=places,
     )
 
 

@@ -34,7 +34,7 @@ from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.secret_files import SecretFiles
 from mesh.execution.wrapped import WrappedGuest
 from mesh.jobs import attempt as attempt_module
-from mesh.jobs.attempt import Attempt
+from mesh.jobs.attempt import Attempt, seen_places
 from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.environments import Environments
 from mesh.jobs.logs import SNAPSHOT_BYTES
@@ -223,6 +223,14 @@ async def test_unforeseen_error_of_the_last_save_is_reported(tmp_path: Path) -> 
     assert stored == ResultStored(None, (), "its files could not be kept: internal error: KeyError('x')")
     await place.attempt.close()
     await place.engine.close()
+
+
+@pytest.mark.parametrize(("own_root", "seen"), [(True, "/mesh"), (False, "/base")])
+def test_guest_names_its_checkpoints_by_each_path_that_it_has_for_them(own_root: bool, seen: str) -> None:
+    places = {f"{seen}/work": "work", f"{seen}/ckpt": "ckpt", f"{seen}/out": "out"}
+    assert seen_places(make_spec(checkpointing=None), Path("/base"), own_root) == places
+    spec = make_spec(checkpointing=Checkpointing(directory="runs/last"))
+    assert seen_places(spec, Path("/base"), own_root) == places | {f"{seen}/work/runs/last": "ckpt"}
 
 
 async def test_log_written_beside_checkpoints_keeps_none_from_being_stored(
