@@ -66,7 +66,7 @@ def committed_tree(
     entries = []
     for path in directory.iterdir():
         if not unfinished(path.name):
-            with suppress(FileNotFoundError):  # the guest may delete old entries meanwhile
+            with suppress(OSError):  # the guest may delete old entries meanwhile, or close them
                 info = path.lstat()
                 entries.append(_Entry(path.name, info.st_mode, info.st_mtime_ns, info.st_ino))
     checkpoints = _checkpoints(directory, entries, rules.mode)
@@ -90,10 +90,16 @@ def _checkpoints(directory: Path, entries: Sequence[_Entry], mode: str) -> Seque
     """Return the entries that are checkpoints: directories before files, and those with numbers before others; never a link."""
     directories = [entry for entry in entries if stat.S_ISDIR(entry.mode)]
     if mode == "marker":
-        return [entry for entry in directories if (directory / entry.name / MARKER).is_file()]
+        return [entry for entry in directories if _is_marked(directory / entry.name)]
     files = [entry for entry in entries if stat.S_ISREG(entry.mode)]
     kinds = ([entry for entry in kind if entry.place[1]] for kind in (directories, files))
     return next(filter(None, kinds), directories or files)
+
+
+def _is_marked(path: Path) -> bool:
+    with suppress(OSError):  # a directory that is closed to us is not complete
+        return (path / MARKER).is_file()
+    return False
 
 
 def _oldest_first(entries: Sequence[_Entry]) -> list[_Entry]:

@@ -590,7 +590,7 @@ class Attempt:
         return shutil.disk_usage(self.base).free < FULL_BYTES
 
     async def _watch_files(self) -> None:
-        looks = 0
+        looks, trouble = 0, 0
         while True:
             await asyncio.sleep(POLL_S)
             looks += 1
@@ -598,12 +598,21 @@ class Attempt:
                 self.heeds_notice = self._watches_notices() or await self._guest.catches_term()
             await self._report_progress()
             if self.spec.checkpointing is not None and self._dumps is None:
-                tree = await asyncio.to_thread(self._committed, False)
-                self.save_schedule.sees(boot_s(), await asyncio.to_thread(being_written, self.base / "ckpt"))
-                if tree is not None and tree.key != self._found_key:
-                    self._found_key = tree.key
-                    self.save_schedule.saved(boot_s())
-                    await self._report(CheckpointFound())
+                try:
+                    await self._look_for_checkpoint()
+                    trouble = 0
+                except OSError as error:  # what the guest has made of its directory must not end the watch
+                    if error.errno != trouble:
+                        log.warning("the checkpoints of %s cannot be read: %s", format_job(self.job)[:8], error)
+                    trouble = error.errno or 0
+
+    async def _look_for_checkpoint(self) -> None:
+        tree = await asyncio.to_thread(self._committed, False)
+        self.save_schedule.sees(boot_s(), await asyncio.to_thread(being_written, self.base / "ckpt"))
+        if tree is not None and tree.key != self._found_key:
+            self._found_key = tree.key
+            self.save_schedule.saved(boot_s())
+            await self._report(CheckpointFound())
 
     async def _report_progress(self) -> None:
         if self._read_progress() and self.progress is not None:

@@ -107,7 +107,7 @@ class Observer:
             if unfinished(path.name):
                 waiting.append(path.name)
                 continue
-            with suppress(FileNotFoundError):  # the job may prune meanwhile
+            with suppress(OSError):  # the job may prune meanwhile, and make a loop of links
                 info = path.stat()
                 seen.entries[path.name] = max(info.st_mtime, seen.entries.get(path.name, 0.0))
                 if trees:

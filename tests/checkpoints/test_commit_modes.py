@@ -95,6 +95,14 @@ def test_what_lies_beside_checkpoints_takes_no_place_of_theirs(
     assert len(alone.roots) == keep and f"ckpt/{resume}" in alone.roots
 
 
+@pytest.mark.parametrize("rules", [RENAME, MARKER, STABLE], ids=lambda rules: rules.mode)
+def test_loop_of_links_hides_no_checkpoint(tmp_path: Path, rules: Checkpointing) -> None:
+    (entry(tmp_path, "step-7") / "COMMITTED").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    tree = committed_tree(tmp_path, rules, time.time() + 60)
+    assert tree is not None and tree.resume == ("" if rules is STABLE else "step-7")
+
+
 def test_links_alone_are_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-7").symlink_to("elsewhere")
     for rules in (RENAME, MARKER):

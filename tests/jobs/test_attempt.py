@@ -356,6 +356,30 @@ async def test_logs_of_a_checkpoint_that_are_too_large_are_left_out(tmp_path: Pa
         await engine.close()
 
 
+async def test_checkpoint_directory_that_cannot_be_read_ends_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attempt_module, "POLL_S", 0.01)
+    engine = LateEngine(waits=False)
+    engine.late.set()
+    place = Place(tmp_path, engine, checkpointing=Checkpointing(mode="rename"))
+    await place.begin()
+    assert isinstance(await place.next_event(), GuestStarted)
+    directory = tmp_path / "attempt" / "ckpt"
+    directory.rmdir()
+    directory.symlink_to("ckpt")  # a loop
+    async with asyncio.timeout(WAIT_S):
+        while "cannot be read" not in caplog.text:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert caplog.text.count("cannot be read") == 1
+    directory.unlink()
+    (directory / "step-1").mkdir(parents=True)
+    assert await place.next_event() == CheckpointFound()
+    await place.attempt.close()
+    await engine.close()
+
+
 @pytest.mark.parametrize("part", ["work", "ckpt"])
 async def test_restore_beyond_disk_limit_is_refused_before_anything_is_written(tmp_path: Path, part: str) -> None:
     """A file that is one hole takes a few hundred bytes in the store."""
