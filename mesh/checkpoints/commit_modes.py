@@ -10,7 +10,7 @@
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -117,25 +117,22 @@ def _oldest_first(entries: Sequence[_Entry]) -> list[_Entry]:
 
 
 def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool) -> CommittedTree | None:
-    key: list[tuple[str, int, int]] = []
-    newest = 0.0
     with suppress(FileNotFoundError):
-        for path in _walk(directory):
-            if unfinished(path.name):
-                return None
-            info = path.lstat()
-            newest = max(newest, info.st_mtime, info.st_ctime)
-            key.append((str(path.relative_to(directory)), info.st_mtime_ns, info.st_size))
+        files = files_below(directory)
+        if any(unfinished(path.name) for path in files):
+            return None
+        newest = max((max(info.st_mtime, info.st_ctime) for info in files.values()), default=0.0)
         settled = ended or now_unix - newest >= rules.stable_s
-        if key and settled and (ended or not open_for_writing(directory)):
+        if files and settled and (ended or not open_for_writing(files.values())):
+            key = ((str(path.relative_to(directory)), info.st_mtime_ns, info.st_size) for path, info in files.items())
             return CommittedTree(roots={"ckpt": directory}, resume="", key=tuple(key))
     return None
 
 
-def _walk(directory: Path) -> Iterator[Path]:
-    for parent, _, files in trees.walk(directory):
-        for name in files:
-            yield Path(parent) / name
+def files_below(directory: Path) -> dict[Path, os.stat_result]:
+    """Return all files and links below a directory. FileNotFoundError if one is removed meanwhile."""
+    paths = (Path(parent) / name for parent, _, files in trees.walk(directory) for name in files)
+    return {path: path.lstat() for path in paths}
 
 
 def being_written(directory: Path) -> frozenset[str]:
@@ -149,18 +146,22 @@ def unfinished(name: str) -> bool:
     return name.startswith(".") or name.endswith(_UNFINISHED_SUFFIXES) or name in _SENTINELS
 
 
-def open_for_writing(directory: Path) -> bool:
-    """Tell whether a process that we may inspect has a file below `directory` open for writing."""
-    prefix = f"{directory}/"
+def open_for_writing(files: Iterable[os.stat_result]) -> bool:
+    """Tell whether a process that we may inspect has one of these files open for writing.
+
+    Files are compared by inode: a container has other paths for them.
+    """
+    inodes = {(info.st_dev, info.st_ino) for info in files if stat.S_ISREG(info.st_mode)}
     for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        with suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                if str(descriptor.readlink()).startswith(prefix):
-                    flags = (process / "fdinfo" / descriptor.name).read_text().split("flags:")[1].split()[0]
-                    if int(flags, 8) & (os.O_WRONLY | os.O_RDWR):
-                        return True
+        if process.name.isdigit():
+            with suppress(OSError):
+                for info in (process / "fdinfo").iterdir():
+                    with suppress(OSError):  # it was closed meanwhile
+                        flags = info.read_text().split("flags:")[1].split()[0]
+                        if int(flags, 8) & (os.O_WRONLY | os.O_RDWR):
+                            opened = (process / "fd" / info.name).stat()
+                            if (opened.st_dev, opened.st_ino) in inodes:
+                                return True
     return False
 
 

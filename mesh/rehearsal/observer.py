@@ -126,12 +126,13 @@ class Observer:
         """Read the checkpoint directory, and files outside of it, while no checkpoint is committed."""
         if not self._files:
             return
-        from mesh.checkpoints.commit_modes import MARKER, open_for_writing, unfinished
+        from mesh.checkpoints.commit_modes import MARKER, files_below, open_for_writing, unfinished
 
         seen = self._files[max(self._files)]
         begun, now = self._running_unix(max(self._files)), time.time()
-        entries = []
+        entries, opened = [], self._directory_state.open
         with suppress(OSError):
+            opened = open_for_writing(files_below(seen.base / "ckpt").values())
             for path in sorted((seen.base / "ckpt").iterdir()):
                 tree = _tree(path)
                 newest = max((time_ns for _, time_ns in tree.values()), default=0) / 1e9
@@ -143,7 +144,6 @@ class Observer:
             outside = [(name, size) for name, (size, time_ns) in found if name and begun and time_ns / 1e9 > begun]
         if entries or outside or not self._directory_state.entries:
             largest = sorted(outside, key=lambda stray: -stray[1])[:STRAYS_TOLD] or self._directory_state.outside
-            opened = open_for_writing(seen.base / "ckpt")
             entries = entries or list(self._directory_state.entries)
             self._directory_state = DirectoryState(
                 tuple(entries), opened, tuple(largest), self._directory_state.trouble

@@ -142,6 +142,16 @@ def test_stable_mode_waits_until_no_file_changes_or_is_open_for_writing(tmp_path
     assert committed_tree(tmp_path, STABLE, now + 60) is None, "a temporary file marks an unfinished save"
 
 
+def test_stable_mode_sees_a_file_that_is_open_by_another_path(tmp_path: Path) -> None:
+    """A container has its own paths for its checkpoints, as a link of the file here."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "model.pt").write_bytes(b"half")
+    (tmp_path / "inside").hardlink_to(tmp_path / "ckpt" / "model.pt")
+    with (tmp_path / "inside").open("ab"):
+        assert committed_tree(tmp_path / "ckpt", STABLE, time.time() + 6) is None
+    assert committed_tree(tmp_path / "ckpt", STABLE, time.time() + 6) is not None
+
+
 def test_checkpoints_are_linked_inside_the_working_directory_only(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "ckpt").mkdir()
