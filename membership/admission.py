@@ -15,7 +15,8 @@ import logging
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
@@ -48,6 +49,8 @@ PENDING_EXPIRY_S = 3600.0  # after the last request of the node
 PUBLISH_S = 1.0  # minimum interval of changed lists, so that a flood of requests is no flood of gossip
 PENDING_TTL_S, DECIDED_TTL_S = PENDING_EXPIRY_S, 7 * 86_400.0
 JOIN_TIMEOUT_S = 5.0
+MAX_REQUEST_BYTES = 4096  # with the longest names and the proof of a large RSA key it has 2,000
+OPENED = 1024  # verified requests kept: each look at the sections of all nodes verifies only new ones (own choice)
 _NO_MESH = b"\0" * 16
 _MARK = b"J"
 
@@ -82,15 +85,29 @@ class JoinAnswer(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
 
 
-class PendingJoin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PendingJoin(msgspec.Struct, frozen=True):
+    """A machine's join request, the address that it came from, and since when it waits.
+
+    `sealed` is the request as the machine signed it: a node that publishes it can change nothing that it asks for.
+    """
+
     node: bytes
     nick: str
     user: str
     host: str
     since_unix: int
+    sealed: bytes
     grant: bytes = b""
     proof: bytes = b""
     ssh_proof: bytes = b""
+
+
+class Published(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A pending join in a section. `host` and `since_unix` are the word of the node that publishes it."""
+
+    sealed: bytes
+    host: str
+    since_unix: int
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -130,7 +147,7 @@ class AdmissionPolicy(msgspec.Struct, frozen=True):
 
 _request_decoder = msgspec.msgpack.Decoder(JoinRequest)
 _answer_decoder = msgspec.msgpack.Decoder(JoinAnswer)
-_pending_decoder = msgspec.msgpack.Decoder(list[PendingJoin])
+_published_decoder = msgspec.msgpack.Decoder(list[Published])
 _decisions_decoder = msgspec.msgpack.Decoder(dict[bytes, Decision])
 _endorsements_decoder = msgspec.msgpack.Decoder(list[Endorsement])
 
@@ -155,8 +172,11 @@ class WaitingList:
         """Add or refresh a request; False if there is no place for it."""
         known, needed = self._entries.get(entry.node), self._places(entry)
         if known is not None and needed <= self._places(known[0]):
-            entry = msgspec.structs.replace(entry, since_unix=known[0].since_unix)
-            self._entries[entry.node] = (entry, known[1], now_unix)
+            # A machine signs each of its requests anew; the first of equal ones stays, so that the section does not change.
+            same = msgspec.structs.replace(entry, since_unix=known[0].since_unix, sealed=known[0].sealed)
+            if same != known[0]:
+                same = msgspec.structs.replace(same, sealed=entry.sealed)
+            self._entries[entry.node] = (same, known[1], now_unix)
             return True
         self.drop(entry.node)
         sizes = Counter[str]()
@@ -174,7 +194,7 @@ class WaitingList:
         return True
 
     def _places(self, entry: PendingJoin) -> int:
-        return -(-len(msgspec.msgpack.encode(entry)) // self._place_bytes)
+        return -(-len(encode_pending([entry])) // self._place_bytes)
 
     def drop(self, node: NodeId) -> None:
         self._entries.pop(node, None)
@@ -203,18 +223,10 @@ class JoinRequests:
         decide: Callable[[PendingJoin], Decision],
     ) -> bytes:
         """Return the sealed answer to a sealed request from `host`; EnvelopeError or FrameError for anything else."""
-        node, payload = open_envelope(data.removeprefix(_MARK), _NO_MESH, "join-request")
-        try:
-            request = _request_decoder.decode(payload)
-        except MALFORMED as error:
-            raise FrameError(f"not a join request: {error}") from error
-        if not all(0 < len(name.encode()) <= MAX_NAME_BYTES for name in (request.nick, request.user)):
-            raise FrameError(f"a join request needs a nick and a user of 1 to {MAX_NAME_BYTES} bytes")
-        entry = PendingJoin(
-            node, request.nick, request.user, host, int(now_unix), request.grant, request.proof, request.ssh_proof
-        )
+        sealed = data.removeprefix(_MARK)
+        entry, nonce = open_join_request(sealed, host, int(now_unix))
         state, decision = self._judge(entry, now_unix, decide)
-        answer = JoinAnswer(request.nonce, state, self._trust.genesis_bytes, chain, decision.chain, decision.problem)
+        answer = JoinAnswer(nonce, state, self._trust.genesis_bytes, chain, decision.chain, decision.problem)
         return seal(self._identity, _NO_MESH, "join-answer", msgspec.msgpack.encode(answer))
 
     def pending(self) -> list[PendingJoin]:
@@ -314,7 +326,8 @@ class Admission:
         now_unix, found = self._clock.unix(), dict[NodeId, PendingJoin]()
         for record in self._core.records.section(PENDING, now_unix):
             for entry in decode_pending(record.body, MAX_PENDING):
-                if self._core.trust.credentials(entry.node, now_unix) is None and not self._decision(entry).chain:
+                is_open = not entry.grant and self._core.trust.credentials(entry.node, now_unix) is None
+                if is_open and not self._decision(entry).chain:
                     found.setdefault(entry.node, entry)
         return found
 
@@ -524,7 +537,7 @@ class Admission:
             changed = entries != self._published[section]
             if (changed and age_s >= PUBLISH_S) or (entries and age_s > PENDING_TTL_S / 4):
                 self._published[section], self._published_at[section] = entries, now
-                self._core.publish(section, msgspec.msgpack.encode(entries), PENDING_TTL_S, urgent=True)
+                self._core.publish(section, encode_pending(entries), PENDING_TTL_S, urgent=True)
 
 
 def is_join_request(data: bytes) -> bool:
@@ -577,13 +590,46 @@ async def request_join(
                 ) from error
 
 
-def decode_pending(body: bytes, most: int) -> list[PendingJoin]:
-    """Decode the requests pending at another node; invalid ones, or an invalid body, are dropped."""
+@lru_cache(OPENED)
+def _open_request(sealed: bytes) -> tuple[NodeId, JoinRequest]:
+    if len(sealed) > MAX_REQUEST_BYTES:
+        raise FrameError(f"a join request holds at most {MAX_REQUEST_BYTES} bytes")
+    node, payload = open_envelope(sealed, _NO_MESH, "join-request")
     try:
-        found = _pending_decoder.decode(body) if body else []
+        request = _request_decoder.decode(payload)
+    except MALFORMED as error:
+        raise FrameError(f"not a join request: {error}") from error
+    if not all(0 < len(name.encode()) <= MAX_NAME_BYTES for name in (request.nick, request.user)):
+        raise FrameError(f"a join request needs a nick and a user of 1 to {MAX_NAME_BYTES} bytes")
+    return node, request
+
+
+def open_join_request(sealed: bytes, host: str, since_unix: int) -> tuple[PendingJoin, int]:
+    """Verify and decode a join request; return it with its nonce. EnvelopeError or FrameError for anything else."""
+    node, request = _open_request(sealed)
+    entry = PendingJoin(
+        node, request.nick, request.user, host, since_unix, sealed, request.grant, request.proof, request.ssh_proof
+    )
+    return entry, request.nonce
+
+
+def encode_pending(entries: list[PendingJoin]) -> bytes:
+    return msgspec.msgpack.encode([Published(entry.sealed, entry.host, entry.since_unix) for entry in entries])
+
+
+def decode_pending(body: bytes, most: int) -> list[PendingJoin]:
+    """Decode the requests that another node publishes, each as its machine signed it; invalid ones, or an invalid body, are
+    dropped.
+    """
+    try:
+        published = _published_decoder.decode(body) if body else []
     except MALFORMED:
         return []
-    return [entry for entry in found[:most] if len(entry.node) == 32 and len(entry.nick + entry.user) <= 128]
+    found: list[PendingJoin] = []
+    for one in published[:most]:
+        with suppress(EnvelopeError, FrameError):
+            found.append(open_join_request(one.sealed, one.host, one.since_unix)[0])
+    return found
 
 
 def grant_digest(grant: bytes) -> bytes:

@@ -21,7 +21,9 @@ from membership.admission import (
     decode_decisions,
     decode_endorsements,
     decode_pending,
+    encode_pending,
     make_join_request,
+    open_join_request,
     read_allow_list,
     read_answer,
 )
@@ -80,7 +82,7 @@ def test_request_is_pending_until_admitted_and_the_answer_is_verifiable() -> Non
     request = make_join_request(STRANGER, 7, "desk", "bob")
     node, mesh, answer = read_answer(requests.answer(request, "10.0.0.9", CHAIN, NOW, admit_none), 7, NOW)
     assert (node, mesh.mesh_id, answer.state) == (ROOT.node_id, store.mesh_id, "waiting")
-    (entry,) = decode_pending(msgspec.msgpack.encode(requests.pending()), MAX_PENDING)
+    (entry,) = decode_pending(encode_pending(requests.pending()), MAX_PENDING)
     assert (entry.node, entry.nick, entry.user, entry.host) == (STRANGER.node_id, "desk", "bob", "10.0.0.9")
 
     granted = admitted(ROOT, GENESIS, CHAIN, STRANGER.node_id, "desk", "bob", NOW)
@@ -144,7 +146,7 @@ def test_flood_from_many_addresses_evicts_no_lone_request() -> None:
     assert len(entries) == MAX_PENDING and entries[0].node == STRANGER.node_id
     # A lone latecomer finds a place as long as some address has two or more.
     waiting = WaitingList(3, 2)
-    place = lambda node, group: waiting.keep(PendingJoin(node, "n", "u", group, 0), group, NOW)  # noqa: E731
+    place = lambda node, group: waiting.keep(PendingJoin(node, "n", "u", group, 0, b""), group, NOW)  # noqa: E731
     assert place(b"1", "a") and place(b"2", "b") and place(b"3", "b")
     assert place(b"4", "c") and [entry.node for entry in waiting.entries()] == [b"1", b"2", b"4"]
     assert not place(b"5", "d"), "all groups are as small as the newcomer's"
@@ -178,20 +180,21 @@ def test_full_lists_with_the_longest_names_fit_into_a_section() -> None:
         requests.answer(make_join_request(key, 1, "\u00e9" * 32, name, using.grant, proof), "h", CHAIN, NOW, admit_none)
     assert len(requests.pending()) == MAX_PENDING and len(requests.invited()) == MAX_INVITED_PER_ISSUER
     for entries in (requests.pending(), requests.invited()):
-        assert len(msgspec.msgpack.encode(entries)) < MAX_BODY_BYTES
+        assert len(encode_pending(entries)) < MAX_BODY_BYTES
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from("abcd"), st.integers(0, 2000)), max_size=60))
 def test_lists_with_proofs_of_any_size_fit_into_a_section(asked: list[tuple[int, str, int]]) -> None:
     waiting = WaitingList(MAX_INVITED, MAX_INVITED_PER_ISSUER)
     for number, group, size in asked:
-        waiting.keep(PendingJoin(bytes([number]) * 32, "n", "u", "h", 0, b"", b"", b"p" * size), group, NOW)
-        assert len(msgspec.msgpack.encode(waiting.entries())) <= MAX_BODY_BYTES
+        waiting.keep(PendingJoin(bytes([number]) * 32, "n", "u", "h", 0, b"p" * size), group, NOW)
+        assert len(encode_pending(waiting.entries())) <= MAX_BODY_BYTES
 
 
 def test_request_with_a_proof_of_a_large_rsa_key_has_a_place() -> None:
     waiting = WaitingList(MAX_INVITED, MAX_INVITED_PER_ISSUER)
-    large = PendingJoin(b"n" * 32, "n" * 64, "u" * 64, "h" * 45, 0, b"g" * 270, b"p" * 200, b"s" * 1200)
+    request = make_join_request(STRANGER, 1, "n" * 64, "u" * 64, b"g" * 270, b"p" * 200, b"s" * 1200)
+    large, _ = open_join_request(request[1:], "h" * 45, 0)
     assert waiting.keep(large, "a", NOW)
 
 
@@ -296,6 +299,12 @@ def test_request_with_a_name_out_of_bounds_is_refused(field: str, name: str) -> 
     with pytest.raises(FrameError, match="1 to 64 bytes"):
         requests.answer(make_join_request(STRANGER, 1, **names), "h", CHAIN, NOW, admit_none)
     assert requests.pending() == []
+
+
+def test_large_request_is_refused_before_it_is_read() -> None:
+    requests, _ = join_requests()
+    with pytest.raises(FrameError, match="at most 4096 bytes"):
+        requests.answer(make_join_request(STRANGER, 1, "n", "u", b"x" * 4096), "h", CHAIN, NOW, admit_none)
 
 
 def test_request_with_the_longest_names_waits() -> None:

@@ -9,6 +9,7 @@ from membership.admission import (
     DECIDED,
     ENDORSED,
     INVITED,
+    PENDING,
     PENDING_EXPIRY_S,
     REQUESTS_PER_S,
     Admission,
@@ -17,9 +18,13 @@ from membership.admission import (
     Endorsement,
     JoinAnswer,
     PendingJoin,
+    Published,
     decode_decisions,
     decode_endorsements,
+    decode_pending,
+    encode_pending,
     make_join_request,
+    open_join_request,
     read_answer,
 )
 from membership.identity import Identity, format_id
@@ -63,7 +68,7 @@ def invite(issuer: Desk, **terms: object) -> Invite:
 
 
 def pending(using: Invite, node: Identity = STRANGER, name: str = "login") -> PendingJoin:
-    return PendingJoin(node.node_id, "desk", name, "h", int(NOW), using.grant, prove_invite(using, node.node_id, name))
+    return open_join_request(invited_request(using, node, name)[1:], "h", int(NOW))[0]
 
 
 def invited_request(using: Invite, node: Identity = STRANGER, name: str = "login") -> bytes:
@@ -129,7 +134,7 @@ def test_refused_invite_does_not_count_against_another(tmp_path: Path) -> None:
     first, second, third = (invite(root, user=user) for user in ("eve", "bob", "dan"))
     for using, number in ((first, 0x63), (second, 0x64)):
         assert root.ask(invited_request(using, Identity(bytes([number]) * 32))).state == "admitted"
-    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(first)]), 600)
+    ann.core.publish(INVITED, encode_pending([pending(first)]), 600)
     meet(root.node, ann.node)
     root.notice(INVITED)
     meet(root.node, ann.node)
@@ -139,7 +144,7 @@ def test_refused_invite_does_not_count_against_another(tmp_path: Path) -> None:
         assert "is a user already" in root.ask(invited_request(using)).problem
     assert root.core.records.get(root.me, DECIDED, root.node.unix()) == published, "its answers are no gossip"
     assert ann.ask(invited_request(third)).state == "waiting"
-    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(third)]), 600)
+    ann.core.publish(INVITED, encode_pending([pending(third)]), 600)
     meet(root.node, ann.node)
     root.notice(INVITED)
     meet(root.node, ann.node)
@@ -191,7 +196,7 @@ def test_issuer_gives_no_role_that_it_lacks(tmp_path: Path) -> None:
 
 def test_invite_is_left_to_its_issuer(tmp_path: Path) -> None:
     root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
-    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(invite(ann, mine=True))]), 600)
+    ann.core.publish(INVITED, encode_pending([pending(invite(ann, mine=True))]), 600)
     meet(root.node, ann.node)
     root.notice(INVITED)
     assert root.core.trust.credentials(STRANGER.node_id, NOW) is None
@@ -199,7 +204,7 @@ def test_invite_is_left_to_its_issuer(tmp_path: Path) -> None:
 
 def test_invite_issued_here_admits_a_machine_that_asked_elsewhere(tmp_path: Path) -> None:
     root, ann = Desk("root", tmp_path), CoreNode("ann")
-    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(invite(root, user="eve"))]), 600)
+    ann.core.publish(INVITED, encode_pending([pending(invite(root, user="eve"))]), 600)
     meet(root.node, ann)
     root.notice(INVITED)
     assert root.core.trust.credentials(STRANGER.node_id, NOW) is not None
@@ -207,7 +212,7 @@ def test_invite_issued_here_admits_a_machine_that_asked_elsewhere(tmp_path: Path
 
 def test_invite_whose_use_cannot_be_written_is_decided_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, ann = Desk("root", tmp_path), CoreNode("ann")
-    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(invite(root, user="eve"))]), 600)
+    ann.core.publish(INVITED, encode_pending([pending(invite(root, user="eve"))]), 600)
     meet(root.node, ann)
 
     def full(path: Path, data: bytes) -> None:
@@ -224,7 +229,7 @@ def test_invite_whose_use_cannot_be_written_is_decided_later(tmp_path: Path, mon
 def test_revoked_machine_uses_up_no_invite(tmp_path: Path) -> None:
     root, ann = Desk("root", tmp_path), CoreNode("ann")
     using = invite(root, user="eve", uses=1)
-    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(using)]), 600)
+    ann.core.publish(INVITED, encode_pending([pending(using)]), 600)
     meet(root.node, ann)
     trust = root.core.trust
     trust.admit_statement(make_revocation(ROOT, trust, STRANGER.node_id, "", NOW), NOW)
@@ -284,6 +289,44 @@ def test_requests_that_other_nodes_have_are_shown_until_they_are_decided(tmp_pat
     root.core.trust.admit_chain(stranger_chain(member, "mel"), NOW)
     publish_decision(root.node, Decision(stranger_chain(decided, "dee")), decided)
     assert set(root.admission.pending()) == {STRANGER.node_id}
+
+
+def test_what_a_waiting_machine_asks_for_is_read_as_it_signed_it(tmp_path: Path) -> None:
+    """A member that publishes a request under another name, or in another machine's name, changes nothing."""
+    root, ann, bob = Desk("root", tmp_path), Desk("ann", tmp_path), CoreNode("bob")
+    sealed = make_join_request(STRANGER, 1, "carols-ws", "carol")[1:]
+    forged = [
+        Published(make_join_request(bob.identity, 1, "evil", "carol2")[1:34] + sealed[33:], "h", 0),
+        Published(sealed[:33] + make_join_request(bob.identity, 1, "evil", "carol2")[34:], "h", 0),
+        Published(sealed.replace(b"carols-ws", b"evil-nick"), "h", 0),
+    ]
+    bob.core.publish(PENDING, msgspec.msgpack.encode(forged), 600)
+    meet(bob, root.node)
+    assert root.admission.pending() == {}
+    ann.ask(b"J" + sealed)
+    meet(ann.node, root.node)
+    (shown,) = root.admission.pending().values()
+    assert (shown.node, shown.nick, shown.user) == (STRANGER.node_id, "carols-ws", "carol")
+
+
+def test_request_with_an_invite_among_those_of_strangers_is_ignored(tmp_path: Path) -> None:
+    root, bob = Desk("root", tmp_path), CoreNode("bob")
+    junk = make_join_request(STRANGER, 1, "n", "u", b"junk", b"junk")
+    bob.core.publish(PENDING, encode_pending([open_join_request(junk[1:], "h", 0)[0]]), 600)
+    meet(bob, root.node)
+    assert root.admission.pending() == {}
+
+
+def test_machine_that_asks_again_changes_the_published_list_only_with_another_wish(tmp_path: Path) -> None:
+    desk = Desk("ann", tmp_path)
+    published: list[bytes] = []
+    for nonce, user in ((1, "carol"), (2, "carol"), (3, "cyd")):
+        desk.node.now += 2.0
+        desk.admission.answer(make_join_request(STRANGER, nonce, "desk", user), "10.0.0.9")
+        (record,) = desk.core.records.section(PENDING, desk.node.unix())
+        published.append(record.body)
+    assert published[0] == published[1] != published[2]
+    assert decode_pending(published[2], 1)[0].user == "cyd"
 
 
 def test_requests_of_one_address_are_limited_before_they_are_read(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_relays_are_bounded_and_older_ones_stay() -> None:
 
 def test_requests_with_invites_are_bounded() -> None:
     waiting = WaitingList(MAX_INVITED, MAX_INVITED_PER_ISSUER)
-    place = lambda number, issuer: waiting.keep(PendingJoin(b"%d" % number, "n", "u", "h", 0), issuer, NOW)  # noqa: E731
+    place = lambda number, issuer: waiting.keep(PendingJoin(b"%d" % number, "n", "u", "h", 0, b""), issuer, NOW)  # noqa: E731
     assert sum(place(number, "issuer") for number in range(30)) == 16
     assert sum(place(100 + number, f"issuer {number}") for number in range(30)) == 19
     assert len(waiting.entries()) == 20
