@@ -7,7 +7,8 @@ a request made at any node reaches the node that decides:
 - without an invite, any admitter: a person approves, or the allow list does;
 - with an invite, the node that issued it, and no other. It writes the use of the invite to disk before it admits, so an invite
   admits as many machines as it says, and none after its end by that node's clock. An issuer that may not admit endorses the
-  request after that, and admitters admit what a member has endorsed as a machine of its own user.
+  request after that, and admitters admit the machine to the issuer's user. The machine's own signature is its owner's consent:
+  an endorsement is the request itself, with an invite of the endorser for a machine of its user.
 """
 
 import asyncio
@@ -33,11 +34,21 @@ from membership.ratelimit import TokenBuckets
 from membership.reconcile import FrameError
 from membership.records import MAX_BODY_BYTES, TRUST
 from membership.snapshot import UsedInvites
-from membership.trust import MAX_NAME_BYTES, ROLES, Grant, TrustError, TrustStore, User, admit_node, renew_chain
+from membership.trust import (
+    MAX_NAME_BYTES,
+    ROLES,
+    Credentials,
+    Grant,
+    TrustError,
+    TrustStore,
+    User,
+    admit_node,
+    renew_chain,
+)
 
 PENDING = "pending"  # section with the join requests of strangers made at a node
 INVITED = "invited"  # section with the join requests made with an invite
-ENDORSED = "endorsed"  # section with the machines that a member adds to its user
+ENDORSED = "endorsed"  # section with the join requests of machines that a member adds to its user
 DECIDED = "admitted"  # section with the chains that an admitter has granted, and the refusals of invites
 MAX_PENDING, MAX_PENDING_PER_ADDRESS = 32, 4  # strangers; one laboratory asks at a time
 MAX_INVITED, MAX_INVITED_PER_ISSUER = 20, 16  # so that they fit into a section
@@ -121,14 +132,6 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     grant_digest: bytes = b""
 
 
-class Endorsement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A member's statement that a key is a machine of its own user."""
-
-    node: bytes
-    nick: str
-    roles: tuple[str, ...]
-
-
 class Allowed(msgspec.Struct, frozen=True):
     """A line of an allow list: a node admitted without approval. `nick` and `user`, if given, replace what it asks for."""
 
@@ -149,7 +152,6 @@ _request_decoder = msgspec.msgpack.Decoder(JoinRequest)
 _answer_decoder = msgspec.msgpack.Decoder(JoinAnswer)
 _published_decoder = msgspec.msgpack.Decoder(list[Published])
 _decisions_decoder = msgspec.msgpack.Decoder(dict[bytes, Decision])
-_endorsements_decoder = msgspec.msgpack.Decoder(list[Endorsement])
 
 
 class WaitingList:
@@ -413,6 +415,8 @@ class Admission:
         try:
             if grant.mine:
                 user = me.binding
+            elif not me.can_admit:
+                raise TrustError("the node that made the invite may not admit users any more")
             elif grant.uses == 1:
                 user = trust.bind(grant.user, entry.node, now_unix)
             else:
@@ -422,10 +426,9 @@ class Admission:
         if not self._used.take(grant, entry.node, now_unix):
             used = "the invite has been used" if grant.uses == 1 else f"all {grant.uses} uses of the invite are used up"
             return self._refuse(entry, f"{used}: ask for a new one", here)
-        roles = tuple(role for role in grant.roles if role in me.roles)
         if me.can_admit:
-            return self._admit(entry.node, entry.nick, user, roles)
-        self._endorse(Endorsement(entry.node, entry.nick, roles))
+            return self._admit(entry.node, entry.nick, user, _common_roles(grant, me))
+        self._endorse(entry)
         return Decision()
 
     def _refuse(self, entry: PendingJoin, problem: str, here: bool) -> Decision:
@@ -441,11 +444,20 @@ class Admission:
                 name = f"{name.rpartition('-')[0] if number > 2 else name}-{number}"
         return self._core.trust.bind(name, node, now_unix)
 
-    def _endorse(self, endorsement: Endorsement) -> None:
+    def _endorse(self, entry: PendingJoin) -> None:
         record = self._core.records.get(self._core.me, ENDORSED, self._clock.unix())
-        known = [one for one in decode_endorsements(record.body if record else b"") if one.node != endorsement.node]
-        body = msgspec.msgpack.encode([*known, endorsement][-MAX_ENDORSED:])
+        known = decode_pending(record.body if record else b"", MAX_ENDORSED)
+        endorsed = [*(one for one in known if one.node != entry.node), entry][-MAX_ENDORSED:]
+        while len(body := encode_pending(endorsed)) > MAX_BODY_BYTES:
+            del endorsed[0]
         self._core.publish(ENDORSED, body, PENDING_TTL_S, urgent=True)
+
+    def _admit_endorsed(self, entry: PendingJoin, endorser: Credentials) -> Decision:
+        """Admit a machine to the endorser's user. The machine has asked for that itself, with an invite of the endorser."""
+        issuer, grant = verify_invited(self._core.trust, entry, self._clock.unix())
+        if issuer != endorser.node_id or not grant.mine:
+            raise TrustError(f"{endorser.nick} endorses a machine that has no invite of it for a machine of its user")
+        return self._admit(entry.node, entry.nick, endorser.binding, _common_roles(grant, endorser))
 
     def _decide_elsewhere(self) -> None:
         now_unix, trust = self._clock.unix(), self._core.trust
@@ -457,14 +469,13 @@ class Admission:
             return
         for record in self._core.records.section(ENDORSED, now_unix):
             endorser = trust.credentials(record.node, now_unix)
-            for one in decode_endorsements(record.body):
-                if endorser is None or not self._is_open(one.node, now_unix):
+            for entry in decode_pending(record.body, MAX_ENDORSED):
+                if endorser is None or not self._is_open(entry.node, now_unix):
                     continue
                 if len(trust.machines(endorser.user_key, now_unix)) >= MAX_MACHINES:
                     log.warning("%s has %d machines: approve more of them by hand", endorser.user, MAX_MACHINES)
                     break
-                roles = tuple(role for role in one.roles if role in endorser.roles)
-                self._try(partial(self._admit, one.node, one.nick, endorser.binding, roles))
+                self._try(partial(self._admit_endorsed, entry, endorser))
 
     def _try(self, decide: Callable[[], Decision]) -> None:
         try:
@@ -538,6 +549,11 @@ class Admission:
             if (changed and age_s >= PUBLISH_S) or (entries and age_s > PENDING_TTL_S / 4):
                 self._published[section], self._published_at[section] = entries, now
                 self._core.publish(section, encode_pending(entries), PENDING_TTL_S, urgent=True)
+
+
+def _common_roles(grant: Grant, issuer: Credentials) -> tuple[str, ...]:
+    """Return what an invite gives: no role that its issuer lacks now."""
+    return tuple(role for role in grant.roles if role in issuer.roles)
 
 
 def is_join_request(data: bytes) -> bool:
@@ -642,14 +658,6 @@ def decode_decisions(body: bytes) -> dict[bytes, Decision]:
         return _decisions_decoder.decode(body) if body else {}
     except MALFORMED:
         return {}
-
-
-def decode_endorsements(body: bytes) -> list[Endorsement]:
-    try:
-        found = _endorsements_decoder.decode(body) if body else []
-    except MALFORMED:
-        return []
-    return [one for one in found[:MAX_ENDORSED] if len(one.node) == 32]
 
 
 def read_allow_list(path: Path) -> dict[NodeId, Allowed]:

@@ -188,10 +188,17 @@ class Core:
                 del self._versions[known]
 
     def publish_chain(self, chain: bytes | None = None) -> None:
-        """Publish this node's certificates; a new chain replaces the current one. TrustError if it is not this node's."""
+        """Publish this node's certificates; a new chain replaces the current one.
+
+        TrustError if it is not this node's, or makes it a machine of another user: their programs would count as its owner's.
+        """
         if chain is not None and chain != self.chain:
-            if self.trust.check_chain(chain, self._clock.unix()).node_id != self.me:
+            offered = self.trust.check_chain(chain, self._clock.unix())
+            held = self.trust.seen().get(self.me, offered)
+            if offered.node_id != self.me:
                 raise TrustError("the answer has a certificate for another node")
+            if offered.user_key not in {held.user_key, self.me}:
+                raise TrustError(f"the answer makes this node a machine of another user, {offered.user!r}")
             self.trust.admit_chain(chain, self._clock.unix())
             self.chain = chain
             self._perform([KeepChain(chain)])

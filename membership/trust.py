@@ -125,8 +125,8 @@ class Credentials(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An issuer's promise to admit machines that prove `key`. `mine`: as machines of the issuer's own user.
 
-    `user` is the name that the newcomer gets; with several `uses`, the first part of it. `ssh_key`, unless it is empty, is the
-    fingerprint of an SSH key that the newcomer must prove, too.
+    `user` is the name that the newcomer gets; with several `uses`, the first part of it; 0.1.0 left it empty with `mine`.
+    `ssh_key`, unless it is empty, is the fingerprint of an SSH key that the newcomer must prove, too.
     """
 
     key: bytes
@@ -558,7 +558,9 @@ def make_invite(
         raise TrustError("this node cannot give a role that it does not have")
     if user or mine:
         guest = Identity.generate()
-        grant = Grant(guest.node_id, user, mine, roles, uses, int(now_unix), invite.not_after, ssh_key)
+        grant = Grant(
+            guest.node_id, issuer.user if mine else user, mine, roles, uses, int(now_unix), invite.not_after, ssh_key
+        )
         sealed = seal(identity, store.mesh_id, "grant", msgspec.msgpack.encode(grant))
         invite = msgspec.structs.replace(invite, seed=guest.seed, grant=sealed)
     body = msgspec.msgpack.encode(invite)

@@ -26,7 +26,7 @@ from mesh.util.text import hours, plural
 if TYPE_CHECKING:
     from membership.admission import JoinAnswer
     from membership.identity import Identity
-    from membership.trust import Grant, TrustStore
+    from membership.trust import Credentials, Grant, TrustStore
 
 FIRST_PAUSE_S, ASK_AGAIN_S = 0.25, 2.0
 MAX_INVITE_CHARACTERS = 16_384  # an invite has some 700
@@ -192,11 +192,15 @@ def _print_member(verb: str, name: str, user: str, identity: "Identity", as_json
 
 
 class _Request(NamedTuple):
-    """A join request, and the addresses of nodes to ask, the first one that answers. `issuer` made the invite."""
+    """A join request, and the addresses of nodes to ask, the first one that answers. `issuer` made the invite.
+
+    `expected` is the user whose machine this one shall become, empty if that is not known.
+    """
 
     identity: "Identity"
     nick: str
     user: str
+    expected: str
     addresses: tuple[tuple[str, int], ...]
     mesh_id: str
     grant: bytes = b""
@@ -225,6 +229,7 @@ def _invited(where: Layout, text: str, nick: str | None, user: str | None, ssh_i
         identity,
         _nick(where, nick),
         login,
+        grant.user if grant is not None else login,
         addresses,
         store.mesh_id.hex(),
         invite.grant,
@@ -249,7 +254,8 @@ def _asking(where: Layout, text: str, nick: str | None, user: str | None, mesh_i
         raise MeshError(
             f"{text!r} is neither an invite (they begin with mesh1-) nor an address: {error}", ExitCode.USAGE
         ) from error
-    return _Request(_own_identity(where), _nick(where, nick), user or _login(), (address,), mesh_id)
+    login = user or _login()
+    return _Request(_own_identity(where), _nick(where, nick), login, login, (address,), mesh_id)
 
 
 def _ask_until_admitted(where: Layout, request: _Request) -> tuple[str, str]:
@@ -284,6 +290,7 @@ def _ask_until_admitted(where: Layout, request: _Request) -> tuple[str, str]:
         credentials = store.check_chain(answer.granted, time.time())
         if credentials.node_id != request.identity.node_id:
             raise MeshError("the certificate in the answer belongs to another node", ExitCode.REFUSED)
+        _refuse_another_user(request, credentials)
     except TrustError as error:
         raise MeshError(str(error), ExitCode.REFUSED) from error
     except KeyboardInterrupt:
@@ -293,6 +300,24 @@ def _ask_until_admitted(where: Layout, request: _Request) -> tuple[str, str]:
     seeds = dict.fromkeys([(host, port), *request.addresses])
     save_membership(where, answer.genesis, answer.granted, tuple(address_text(*seed) for seed in seeds))
     return mesh, credentials.user
+
+
+def _refuse_another_user(request: _Request, credentials: "Credentials") -> None:
+    """MeshError if this node became a machine of a user who was not asked for: their programs would count as its owner's."""
+    is_own = credentials.user_key == request.identity.node_id  # no other machine has this user, whatever its name is
+    if is_own or request.expected in {credentials.user, ""}:
+        return
+    user = credentials.user
+    advice = (
+        f"do not use this invite, and tell {request.issuer}"
+        if request.grant
+        else f"if you are {user}, add --user {user}"
+    )
+    raise MeshError(
+        f"this node was admitted as a machine of {user}, not of {request.expected}: {user} could run programs on it "
+        f"without a container. It did not join; {advice}",
+        ExitCode.REFUSED,
+    )
 
 
 def _announce_waiting(request: _Request, node: bytes, store: "TrustStore") -> None:

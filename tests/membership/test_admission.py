@@ -19,7 +19,6 @@ from membership.admission import (
     WaitingList,
     address_group,
     decode_decisions,
-    decode_endorsements,
     decode_pending,
     encode_pending,
     make_join_request,
@@ -287,7 +286,6 @@ def test_hostile_requests_and_answers_are_refused(data: bytes) -> None:
     with pytest.raises(TrustError):
         read_answer(data, 1, NOW)
     assert decode_pending(data, MAX_PENDING) is not None and decode_decisions(data) is not None
-    assert decode_endorsements(data) is not None
     assert requests.pending() == []
 
 
@@ -316,7 +314,7 @@ def test_request_with_the_longest_names_waits() -> None:
 def test_decisions_round_trip() -> None:
     told = {b"a": Decision(b"b"), b"c": Decision(problem="no")}
     assert decode_decisions(msgspec.msgpack.encode(told)) == told
-    assert decode_decisions(b"") == {} and decode_pending(b"", 9) == [] and decode_endorsements(b"") == []
+    assert decode_decisions(b"") == {} and decode_pending(b"", 9) == []
 
 
 def test_allow_list_errors_name_the_line_and_mistake(tmp_path: Path) -> None:

@@ -15,27 +15,26 @@ from membership.admission import (
     Admission,
     AdmissionPolicy,
     Decision,
-    Endorsement,
     JoinAnswer,
     PendingJoin,
     Published,
     decode_decisions,
-    decode_endorsements,
     decode_pending,
     encode_pending,
     make_join_request,
     open_join_request,
     read_answer,
 )
+from membership.envelope import seal
 from membership.identity import Identity, format_id
 from membership.ratelimit import BURST_S
 from membership.reconcile import FrameError
 from membership.snapshot import UsedInvites
-from membership.trust import ROLES, Invite, User, make_invite, make_revocation, parse_invite, prove_invite
+from membership.trust import ROLES, Grant, Invite, User, make_invite, make_revocation, parse_invite, prove_invite
 from tests.chains import admitted
 from tests.membership.test_core import GENESIS, NOW, ROOT, ROOT_CHAIN, CoreNode, meet
 
-STRANGER = Identity(b"\x61" * 32)
+STRANGER, GUEST = Identity(b"\x61" * 32), Identity(b"\x67" * 32)
 
 
 class Desk:
@@ -160,12 +159,12 @@ def test_refused_machine_is_admitted_at_the_issuer_with_a_new_invite(tmp_path: P
 
 
 def test_endorser_gives_no_role_that_it_lacks(tmp_path: Path) -> None:
-    root, ann = Desk("root", tmp_path), CoreNode("ann")
-    lesser = admitted(ROOT, GENESIS, ROOT_CHAIN, ann.identity.node_id, "ann", "ann", NOW + 1, roles=("user",))
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    using = invite(ann, mine=True)
+    lesser = admitted(ROOT, GENESIS, ROOT_CHAIN, ann.me, "ann", "ann", NOW + 1, roles=("user",))
     ann.core.publish_chain(lesser)
-    endorsement = Endorsement(STRANGER.node_id, "desk", ROLES)
-    ann.core.publish(ENDORSED, msgspec.msgpack.encode([endorsement]), 600)
-    meet(root.node, ann)
+    ann.core.publish(ENDORSED, encode_pending([pending(using)]), 600)
+    meet(root.node, ann.node)
     root.notice(ENDORSED)
     machine = root.core.trust.credentials(STRANGER.node_id, NOW)
     assert machine is not None
@@ -173,25 +172,69 @@ def test_endorser_gives_no_role_that_it_lacks(tmp_path: Path) -> None:
 
 
 def test_endorsement_ends_with_the_certificate_of_its_author(tmp_path: Path) -> None:
-    root, ann = Desk("root", tmp_path), CoreNode("ann")
-    ann.core.publish(ENDORSED, msgspec.msgpack.encode([Endorsement(STRANGER.node_id, "desk", ROLES)]), 600)
-    meet(root.node, ann)
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    ann.core.publish(ENDORSED, encode_pending([pending(invite(ann, mine=True))]), 600)
+    meet(root.node, ann.node)
     trust = root.core.trust
-    trust.admit_statement(make_revocation(ROOT, trust, ann.identity.node_id, "", NOW), NOW)
+    trust.admit_statement(make_revocation(ROOT, trust, ann.me, "", NOW), NOW)
     root.notice(ENDORSED)
     assert trust.credentials(STRANGER.node_id, NOW) is None
 
 
+def test_endorsement_admits_a_machine_that_asked_with_an_invite_of_the_endorser(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    assert ann.ask(invited_request(invite(ann, mine=True))).state == "waiting"
+    meet(root.node, ann.node)
+    root.notice(ENDORSED)
+    meet(root.node, ann.node)
+    machine = root.core.trust.credentials(STRANGER.node_id, NOW)
+    assert machine is not None and machine.user_key == ann.me
+    assert ann.ask(invited_request(invite(ann, mine=True))).state == "admitted"
+
+
+def test_endorsement_of_a_machine_that_did_not_ask_for_it_admits_nothing(tmp_path: Path) -> None:
+    """Nobody adds another person's machine to their own user, by whatever that machine has signed."""
+    root, ann, bob = Desk("root", tmp_path), Desk("ann", tmp_path), Desk("bob", tmp_path)
+    own = invite(bob, mine=True)
+    asked = open_join_request(make_join_request(STRANGER, 1, "desk", "carol")[1:], "h", 0)[0]
+    forged = make_join_request(
+        bob.node.identity, 1, "desk", "carol", own.grant, prove_invite(own, STRANGER.node_id, "carol")
+    )
+    for endorsed in (
+        Published(asked.sealed, "h", 0),  # without an invite
+        Published(pending(invite(root, user="carol")).sealed, "h", 0),  # with one for a user of its own
+        Published(pending(invite(ann, mine=True)).sealed, "h", 0),  # with one of another member
+        Published(pending(invite(root, mine=True)).sealed, "h", 0),
+        Published(forged[1:2] + STRANGER.node_id + forged[34:], "h", 0),  # with bob's, but signed by bob
+    ):
+        bob.core.publish(ENDORSED, msgspec.msgpack.encode([endorsed]), 600)
+        meet(root.node, bob.node)
+        root.notice(ENDORSED)
+        assert root.core.trust.seen().keys() & {STRANGER.node_id} == set()
+
+
+def test_endorsed_invite_for_another_user_admits_nothing(tmp_path: Path) -> None:
+    """Its issuer was an admitter when it made the invite: it may not admit users any more, and adds none to its own."""
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    grant = Grant(GUEST.node_id, "carol", False, ROLES, 1, int(NOW), int(NOW) + 3600, b"")
+    sealed = seal(ann.node.identity, ann.core.trust.mesh_id, "grant", msgspec.msgpack.encode(grant))
+    using = Invite(GENESIS, (), int(NOW) + 3600, "ann", GUEST.seed, sealed)
+    assert "may not admit users any more" in ann.ask(invited_request(using)).problem
+    ann.core.publish(ENDORSED, encode_pending([pending(using)]), 600)
+    meet(root.node, ann.node)
+    root.notice(ENDORSED)
+    assert root.core.trust.credentials(STRANGER.node_id, NOW) is None
+
+
 def test_issuer_gives_no_role_that_it_lacks(tmp_path: Path) -> None:
     """Its certificate has fewer roles than at the time of the invite."""
-    ann = Desk("ann", tmp_path)
-    using = invite(ann, mine=True)
-    lesser = admitted(ROOT, GENESIS, ROOT_CHAIN, ann.me, "ann", "ann", NOW + 1, roles=("user",))
-    ann.core.publish_chain(lesser)
-    ann.ask(invited_request(using))
-    record = ann.core.records.get(ann.me, ENDORSED, NOW)
-    assert record is not None
-    assert [one.roles for one in decode_endorsements(record.body)] == [("user",)]
+    root = Desk("root", tmp_path)
+    using = invite(root, user="eve")
+    lesser = admitted(ROOT, GENESIS, ROOT_CHAIN, root.me, "root", "ada", NOW + 1, roles=("user",))
+    root.core.publish_chain(lesser)
+    root.ask(invited_request(using))
+    machine = root.core.trust.credentials(STRANGER.node_id, NOW)
+    assert machine is not None and machine.roles == ("user",)
 
 
 def test_invite_is_left_to_its_issuer(tmp_path: Path) -> None:

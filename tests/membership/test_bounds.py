@@ -7,15 +7,12 @@ import pytest
 
 from membership.admission import (
     ENDORSED,
-    MAX_ENDORSED,
     MAX_INVITED,
     MAX_INVITED_PER_ISSUER,
-    Admission,
-    AdmissionPolicy,
-    Endorsement,
     PendingJoin,
     WaitingList,
-    decode_endorsements,
+    decode_pending,
+    encode_pending,
 )
 from membership.config import SwimConfig
 from membership.identity import Identity
@@ -24,11 +21,12 @@ from membership.ratelimit import BURST_S, TokenBuckets
 from membership.reconcile import FrameError, ReachMe, decode_frame, encode_frame
 from membership.records import MAX_LIFE_S, RecordTable
 from membership.rumours import RumourQueue
-from membership.snapshot import RevocationFile, Snapshot, SnapshotFile, UsedInvites
+from membership.snapshot import RevocationFile, Snapshot, SnapshotFile
 from membership.suspicion import AccuserCredit
 from membership.trust import TrustError, TrustStore
 from membership.wire import MAX_INCARNATION, Alive, Suspect, WireError, decode_evidence, encode
-from tests.membership.test_core import CoreNode, meet
+from tests.membership.test_admission_decisions import Desk, invite, pending
+from tests.membership.test_core import meet
 from tests.membership.test_records import GENESIS, NOW, PEER, ROOT, sealed, table
 
 NODE, OTHER = b"n" * 32, b"o" * 32
@@ -83,22 +81,31 @@ def test_requests_with_invites_are_bounded() -> None:
     assert len(waiting.entries()) == 20
 
 
-def test_endorsements_of_a_member_are_bounded() -> None:
-    endorsed = [Endorsement(bytes([number]) * 32, "n", ()) for number in range(MAX_ENDORSED + 5)]
-    assert len(decode_endorsements(msgspec.msgpack.encode(endorsed))) == 16
+def test_endorsements_of_a_member_are_bounded_and_fit_into_a_section(tmp_path: Path) -> None:
+    ann = Desk("ann", tmp_path)
+    machines = [Identity(bytes([number]) * 32) for number in range(1, 22)]
+
+    def endorsed(pad: int = 0) -> list[bytes]:
+        for machine in machines:
+            using = invite(ann, mine=True)
+            one = pending(using, machine)
+            ann.admission._endorse(msgspec.structs.replace(one, host="h" * pad))
+        record = ann.core.records.get(ann.me, ENDORSED, ann.node.unix())
+        assert record is not None
+        return [entry.node for entry in decode_pending(record.body, 100)]
+
+    assert endorsed() == [machine.node_id for machine in machines[-16:]]
+    assert endorsed(pad=2000) == [machine.node_id for machine in machines[-6:]]
 
 
 def test_machines_that_endorsements_add_to_a_user_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("membership.admission.MAX_MACHINES", 3)
-    root, ann = CoreNode("root"), CoreNode("ann")
-    core = root.core
-    admission = Admission(root.identity, core, AdmissionPolicy(), UsedInvites(tmp_path / "used"), {}, root)
-    machines = [Endorsement(Identity(bytes([number]) * 32).node_id, f"m{number}", ()) for number in range(1, 6)]
-    ann.core.publish(ENDORSED, msgspec.msgpack.encode(machines), 600)
-    meet(root, ann)
-    admission.noticed(ENDORSED)
-    admission.tick()
-    assert len(core.trust.machines(ann.identity.node_id, root.unix())) == 3
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    machines = [pending(invite(ann, mine=True), Identity(bytes([number]) * 32)) for number in range(1, 6)]
+    ann.core.publish(ENDORSED, encode_pending(machines), 600)
+    meet(root.node, ann.node)
+    root.notice(ENDORSED)
+    assert len(root.core.trust.machines(ann.me, root.node.unix())) == 3
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from membership.snapshot import next_epoch
 from membership.trust import (
     TrustError,
     TrustStore,
+    User,
     found_mesh,
     make_revocation,
 )
@@ -625,6 +626,18 @@ def test_certificate_of_another_node_is_never_published_as_its_own() -> None:
         ann.core.publish_chain(PEOPLE["bob"][1])
     assert not ann.asked_for(KeepChain)
     assert ann.core.chain == PEOPLE["ann"][1]
+
+
+def test_certificate_of_another_user_is_never_published_as_its_own() -> None:
+    """A member that is admitted again keeps its user, or gets one that no other machine has."""
+    ann, me = CoreNode("ann"), PEOPLE["ann"][0].node_id
+    bobs = User("bob", PEOPLE["bob"][0].node_id, int(NOW) + 1)
+    with pytest.raises(TrustError, match="a machine of another user, 'bob'"):
+        ann.core.publish_chain(admitted(ROOT, GENESIS, ROOT_CHAIN, me, "ann", bobs, NOW + 1))
+    assert not ann.asked_for(KeepChain)
+    renamed = admitted(ROOT, GENESIS, ROOT_CHAIN, me, "ann", User("ann2", me, int(NOW) + 1), NOW + 1)
+    ann.core.publish_chain(renamed)
+    assert ann.core.chain == renamed
 
 
 def test_answer_to_another_hello_is_refused() -> None:

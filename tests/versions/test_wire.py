@@ -9,7 +9,7 @@ from ckptstore.manifest import Manifest
 from membership.envelope import VERSION, EnvelopeError, open_envelope, seal
 from membership.identity import Identity
 from mesh.util.versions import WIRE
-from tests.versions.vectors import ALL, BINDING, HERE, STATEMENTS, frozen, sample
+from tests.versions.vectors import ALL, BINDING, HERE, STATEMENTS, WITHDRAWN, frozen, sample
 
 RELEASES = sorted(path.stem for path in HERE.glob("*.json"))
 
@@ -21,10 +21,11 @@ def named(kinds: tuple[Any, ...]) -> list[str]:
 @pytest.mark.parametrize("release", RELEASES)
 def test_messages_of_an_older_release_are_decoded(release: str) -> None:
     vectors = frozen(release)
-    assert len(vectors) > 40 and set(vectors) <= set(ALL), (
+    assert len(vectors) > 40 and set(vectors) - WITHDRAWN <= set(ALL), (
         "a released type is missing, so messages of older nodes cannot be decoded"
     )
-    for name, (full, least) in vectors.items():
+    for name in vectors.keys() - WITHDRAWN:
+        full, least = vectors[name]
         old = msgspec.msgpack.decode(full)
         value = msgspec.msgpack.decode(full, type=ALL[name])
         for now in (sample(ALL[name]), value):
