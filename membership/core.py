@@ -24,6 +24,7 @@ from membership.paths import Paths
 from membership.ratelimit import TokenBuckets
 from membership.reconcile import (
     DELTA_BYTES,
+    STRANGER_FRAME_BYTES,
     AnyFrame,
     Delta,
     Differs,
@@ -37,6 +38,7 @@ from membership.reconcile import (
     StreamPing,
     decode_frame,
     encode_frame,
+    introduction,
 )
 from membership.records import (
     MAX_BODY_BYTES,
@@ -443,7 +445,13 @@ class Core:
         return self._sealer.seal("reconcile", encode_frame(frame))
 
     def open_frame(self, data: bytes) -> tuple[NodeId, AnyFrame]:
+        """Verify and decode a frame. A large one of a node that is no member yet is decoded once its chain is verified."""
         sender, payload = self._sealer.open("reconcile", data)
+        if len(payload) > STRANGER_FRAME_BYTES and not self.is_member(sender):
+            hello = introduction(payload)
+            if self.trust.revoked_in(hello.chain) is not None:
+                return sender, hello  # it is told so
+            self._admit(sender, hello.chain)
         return sender, decode_frame(payload)
 
     def nonce(self) -> int:

@@ -1,7 +1,7 @@
 """Frames on a TCP stream: a 4-byte big-endian length, then the frame."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from membership.addresses import address_text
@@ -26,9 +26,16 @@ async def write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
-async def read_frame(reader: asyncio.StreamReader, limit: int = FRAME_LIMIT) -> bytes:
-    """Read one frame. FrameError if it is too long, asyncio.IncompleteReadError if it is cut off."""
+async def read_frame(
+    reader: asyncio.StreamReader, limit: int = FRAME_LIMIT, take: Callable[[int], bool] = lambda length: True
+) -> bytes:
+    """Read one frame, if `take` has room for its length.
+
+    FrameError if it is too long or there is no room, asyncio.IncompleteReadError if it is cut off.
+    """
     length = int.from_bytes(await reader.readexactly(4), "big")
     if length > limit:
         raise FrameError(f"a frame of {length} bytes is over the limit of {limit}")
+    if not take(length):
+        raise FrameError(f"no room for a frame of {length} bytes from this address")
     return await reader.readexactly(length)

@@ -9,16 +9,16 @@ INTERVAL_KEPT_S = 60.0
 class TokenBuckets:
     """One token bucket per source, so that a flood is refused before its signatures are checked and costs only its sender."""
 
-    def __init__(self, rate_per_s: float) -> None:
+    def __init__(self, rate_per_s: float, capacity: float | None = None) -> None:
         self._rate_per_s = rate_per_s
-        self._capacity = rate_per_s * BURST_S
+        self._capacity = capacity or rate_per_s * BURST_S
         self._buckets: dict[object, list[float]] = {}  # source -> [tokens, time of the last update]
 
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def allow(self, source: object, now: float) -> bool:
-        """Take a token of `source`; False if its bucket is empty."""
+    def allow(self, source: object, now: float, needed: float = 1.0) -> bool:
+        """Take tokens of `source`; False if its bucket has too few."""
         bucket = self._buckets.get(source)
         if bucket is None:
             if len(self._buckets) >= MAX_SOURCES:
@@ -27,16 +27,16 @@ class TokenBuckets:
         tokens, updated = bucket
         tokens = min(self._capacity, tokens + (now - updated) * self._rate_per_s)
         bucket[1] = now
-        if tokens < 1.0:
+        if tokens < needed:
             bucket[0] = tokens
             return False
-        bucket[0] = tokens - 1.0
+        bucket[0] = tokens - needed
         return True
 
-    def give_back(self, source: object) -> None:
-        """Return a token that `source` took."""
+    def give_back(self, source: object, taken: float = 1.0) -> None:
+        """Return tokens that `source` took."""
         if bucket := self._buckets.get(source):
-            bucket[0] = min(self._capacity, bucket[0] + 1.0)
+            bucket[0] = min(self._capacity, bucket[0] + taken)
 
 
 class MinimumInterval:

@@ -13,6 +13,7 @@ from membership.records import Digest
 
 FRAME_LIMIT = 4 * 1024 * 1024  # a digest of 4096 nodes with 16 sections each
 DELTA_BYTES = 1024 * 1024  # the rest follows in the next exchange
+STRANGER_FRAME_BYTES = 8 * 1024  # decoded from whoever signs it: more than any chain (own choice)
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -98,7 +99,23 @@ class FrameError(ValueError):
     """Bytes that are not a frame of an exchange."""
 
 
+class _HelloHead(Frame, frozen=True, array_like=True, tag="h"):
+    chain: bytes
+    digest: msgspec.Raw
+    members: msgspec.Raw
+
+
+class _ReplyHead(Frame, frozen=True, array_like=True, tag="r"):
+    answers: int
+    chain: bytes
+    digest: msgspec.Raw
+    members: msgspec.Raw
+    records: msgspec.Raw
+    evidence: msgspec.Raw
+
+
 _decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
+_head_decoder: msgspec.msgpack.Decoder[_HelloHead | _ReplyHead] = msgspec.msgpack.Decoder(_HelloHead | _ReplyHead)
 encode_frame = msgspec.msgpack.encode
 
 
@@ -110,3 +127,12 @@ def decode_frame(payload: bytes) -> AnyFrame:
     if isinstance(frame, ReachMe) and not is_endpoint(frame.host, frame.port):
         raise FrameError("impossible address")
     return frame
+
+
+def introduction(payload: bytes) -> Hello:
+    """Return a Hello, or a Reply's chain as one, with no more than the chain decoded; FrameError for any other frame."""
+    try:
+        head = _head_decoder.decode(payload)
+        return Hello(head.nonce, head.chain, [], [])
+    except MALFORMED as error:
+        raise FrameError(f"not a frame that a node introduces itself by: {error}") from error

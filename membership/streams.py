@@ -1,23 +1,25 @@
 """TCP streams between nodes: run the core's exchanges, answer those of others, and contain silent or hostile peers.
 
 Each frame is sealed (see `reconcile`). Each exchange has a time limit. A connection is a stranger's (see `listener`) until a
-member has sealed its first frame: strangers take no places of members.
+member has sealed its first frame: strangers take no places of members, and few bytes a second of one address are read.
 """
 
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from membership.addresses import address_group
 from membership.admission import is_join_request
-from membership.core import Core, StreamExchange
+from membership.core import TOLD_EVERY_S, Core, StreamExchange
 from membership.effects import StreamOutcome
 from membership.envelope import EnvelopeError
 from membership.framing import connected, read_frame, write_frame
 from membership.identity import NodeId, short_id
 from membership.listener import Strangers
-from membership.reconcile import AnyFrame, Done, FrameError, Reached, ReachMe, StreamPing
+from membership.ratelimit import TokenBuckets
+from membership.reconcile import FRAME_LIMIT, AnyFrame, Done, FrameError, Reached, ReachMe, StreamPing
 from membership.trust import TrustError
 
 EXCHANGE_TIMEOUT_S = 5.0
@@ -26,6 +28,8 @@ PACKET = b"P"  # before a packet in a frame; alone, it confirms that the packet 
 MAX_ANSWERS = 8  # to a packet: an ack, or a nack and what it caused
 MAX_SERVED = 32  # of members, and as many of strangers; memberlist allows 128
 MAX_SERVED_PER_HOST = 16
+STRANGER_BYTES_S = 64 * 1024  # from one address, after 4 MiB at once: to verify those takes 0.1 s (own measurement)
+FRAME_COST_BYTES = 2 * 1024  # of the smallest frame: its signature, its log line (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,30 @@ FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, EnvelopeError, F
 
 class Busy(Exception):
     """All places for streams of members are taken."""
+
+
+class Incoming:
+    """The frames of one connection. They count against its address until a member has signed one of them."""
+
+    def __init__(self, reader: asyncio.StreamReader, group: str, buckets: TokenBuckets, counters: Counter[str]) -> None:
+        self._reader, self._group, self._buckets, self._counters = reader, group, buckets, counters
+        self._taken, self._is_member = 0, False
+
+    async def read(self) -> bytes:
+        return await read_frame(self._reader, take=self._take)
+
+    def _take(self, length: int) -> bool:
+        cost = 0 if self._is_member else max(length, FRAME_COST_BYTES)
+        if not self._buckets.allow(self._group, asyncio.get_running_loop().time(), cost):
+            self._counters["refused_flood"] += 1
+            return False
+        self._taken += cost
+        return True
+
+    def recognize(self) -> None:
+        """Count nothing of this connection: it is a member's."""
+        self._buckets.give_back(self._group, self._taken)
+        self._taken, self._is_member = 0, True
 
 
 class Streams:
@@ -49,12 +77,14 @@ class Streams:
         self._counters: Counter[str] = core.counters
         self._strangers = Strangers(MAX_SERVED, MAX_SERVED_PER_HOST)
         self._members: dict[asyncio.Task[None], str] = {}  # streams of members, and their hosts
+        self._buckets = TokenBuckets(STRANGER_BYTES_S, FRAME_LIMIT)
+        self._refused, self._tell_at = 0, 0.0
 
     async def run(self, exchange: StreamExchange, host: str, port: int) -> None:
         """Run our side of an exchange with the node at this address; one of FAILURES if it fails."""
         async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
             async with connected(host, port) as (reader, writer):
-                await self._drive(exchange, reader, writer)
+                await self._drive(exchange, partial(read_frame, reader), writer)
 
     async def ping(self, node: NodeId, host: str, port: int, timeout_s: float) -> StreamOutcome:
         """Ping a node over TCP. `refused`: its machine answers that no process listens on the port."""
@@ -102,12 +132,12 @@ class Streams:
         self._strangers.add(_this_task(), group)
         try:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
-                await self._answer(host, reader, writer)
+                await self._answer(host, Incoming(reader, group, self._buckets, self._counters), writer)
         except (EnvelopeError, FrameError):
             self._counters["refused_unsigned"] += 1
         except TrustError as error:
             self._counters["refused_foreign"] += 1
-            log.info("refused a node: %s", error)
+            self._tell_refusal(error)
         except Busy:
             self._counters["refused_busy"] += 1
         except asyncio.CancelledError:  # not raised: asyncio 3.11 reports a cancelled stream as an error
@@ -119,23 +149,36 @@ class Streams:
             self._members.pop(_this_task(), None)
             writer.close()
 
-    async def _answer(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        first = await read_frame(reader)
+    def _tell_refusal(self, error: TrustError) -> None:
+        """Log refused nodes now and then: anybody on the network can cause them."""
+        self._refused += 1
+        now = asyncio.get_running_loop().time()
+        if now >= self._tell_at:
+            log.info("refused %d connections since this was last said; of the last one: %s", self._refused, error)
+            self._refused, self._tell_at = 0, now + TOLD_EVERY_S
+
+    async def _answer(self, host: str, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+        first = await incoming.read()
         if is_join_request(first):
             await write_frame(writer, self._answer_join(first, host))
             return
         if first.startswith(PACKET):
             answers = self._core.on_stream_packet(first.removeprefix(PACKET), host)
+            if answers is not None:
+                incoming.recognize()
             for answer in [] if answers is None else [*answers[: MAX_ANSWERS - 1], b""]:
                 await write_frame(writer, PACKET + answer)
             return
         sender, frame = self._core.open_frame(first)
         if self._core.is_member(sender):
+            incoming.recognize()
             self._take_place(address_group(host))
         if isinstance(frame, ReachMe):
             await self._write(writer, await self._try_to_reach(sender, frame, host))
             return
-        await self._drive(self._core.answer(sender, frame), reader, writer)
+        await self._drive(self._core.answer(sender, frame), incoming.read, writer)
+        if self._core.is_member(sender):
+            incoming.recognize()  # it has shown its certificate
 
     def _take_place(self, group: str) -> None:
         """Give this task, which serves a member, a place that strangers leave it; Busy if there is none."""
@@ -159,13 +202,13 @@ class Streams:
             return self._core.open_frame(await read_frame(reader))
 
     async def _drive(
-        self, exchange: StreamExchange, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, exchange: StreamExchange, read: Callable[[], Awaitable[bytes]], writer: asyncio.StreamWriter
     ) -> None:
         try:
             frame = next(exchange)
             while True:
                 await self._write(writer, frame)
-                frame = exchange.send(self._core.open_frame(await read_frame(reader)))
+                frame = exchange.send(self._core.open_frame(await read()))
         except StopIteration as end:
             if end.value is not None:
                 await self._write(writer, end.value)

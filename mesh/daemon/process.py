@@ -12,7 +12,9 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from ckptstore.errors import StoreError
 from membership.identity import IdentityError
@@ -28,6 +30,7 @@ from mesh.util import capabilities
 from mesh.util.errors import ConfigError, MeshError
 from mesh.util.sanitize import fit
 
+MAX_LOG_BYTES = 16 << 20  # of `daemon.log`, and as much of the one before it (own choice)
 EXPECTED = (MeshError, IdentityError, TrustError, ConfigError, JournalError, PortInUse, StoreError)
 FULL = {errno.ENOSPC, errno.EDQUOT}  # errors of a write, which name no file
 
@@ -41,6 +44,22 @@ class LogFormatter(logging.Formatter):
         return "\n    ".join(fit(super().format(record)).splitlines())
 
 
+class LogFile(logging.StreamHandler[TextIO]):
+    """Writes to standard error. If that is the log file at `path`, a large one is moved aside, over the one before it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        with suppress(OSError):
+            now = os.fstat(2)
+            if now.st_size > MAX_LOG_BYTES and os.path.samestat(now, self._path.lstat()):
+                self._path.rename(self._path.with_suffix(".log.old"))
+                _write_to(self._path)
+
+
 def main() -> None:
     """Exit codes as the command line's; the last line of stderr says what was wrong."""
     parser = argparse.ArgumentParser(prog="mesh.daemon.entry")
@@ -50,7 +69,7 @@ def main() -> None:
     parser.add_argument("--log", action="store_true", help="write all output to the state directory's log")
     options = parser.parse_args()
     layout = Layout(Path(options.state).resolve(), Path(options.config).resolve() if options.config else None)
-    output = logging.StreamHandler()
+    output = LogFile(layout.log)
     output.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[output])
     logging.getLogger("aiohttp").setLevel(logging.WARNING)

@@ -52,6 +52,24 @@ def test_state_directory_is_blamed_for_its_own_files_only(number: int, place: st
     assert _words(error, Layout(Path("/home/ada/mesh"), Path("/etc/mesh"))) == words
 
 
+def test_large_log_is_moved_aside(tmp_path: Path) -> None:
+    log = tmp_path / "daemon.log"
+    code = f"""
+import logging, os
+from pathlib import Path
+from mesh.daemon import process
+process.MAX_LOG_BYTES = 1000
+process._write_to(Path({str(log)!r}))
+logging.basicConfig(level=logging.INFO, handlers=[process.LogFile(Path({str(log)!r}))])
+for number in range(100):
+    logging.info("line %d %s", number, "x" * 50)
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    old = log.with_suffix(".log.old")
+    assert log.stat().st_size <= 1000 and old.stat().st_size <= 1100
+    assert f"{old.read_text()}{log.read_text()}".count("line") < 40 and sorted(tmp_path.iterdir()) == [log, old]
+
+
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x0b", "\x85", "\u2028"])
 def test_text_of_others_makes_no_log_line_of_its_own(end: str) -> None:
     forged = f"x{end}2026-01-01 00:00:00,000 ERROR mesh: forged \x1b[2J"

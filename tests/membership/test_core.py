@@ -36,6 +36,7 @@ from membership.reconcile import (
     Renewed,
     Reply,
     StreamPing,
+    encode_frame,
 )
 from membership.records import MAX_LIFE_S, STATEMENTS
 from membership.snapshot import next_epoch
@@ -638,6 +639,40 @@ def test_certificate_of_another_user_is_never_published_as_its_own() -> None:
     renamed = admitted(ROOT, GENESIS, ROOT_CHAIN, me, "ann", User("ann2", me, int(NOW) + 1), NOW + 1)
     ann.core.publish_chain(renamed)
     assert ann.core.chain == renamed
+
+
+def test_large_frame_of_a_stranger_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To decode 4 MiB of a stranger would occupy a node for 0.3 s."""
+    ann, stranger = CoreNode("ann"), Identity(b"\x55" * 32)
+    digest = [(bytes(32), "facts", 1, 1)] * 200
+    large = [Hello(1, b"x", digest, []), Hello(1, PEOPLE["bob"][1], digest, []), Delta(1, 1, [bytes(10_000)], [])]
+    sealed = [MeshSealer(stranger, ann.core.trust.mesh_id).seal("reconcile", encode_frame(frame)) for frame in large]
+    with monkeypatch.context() as patched:
+        patched.setattr("membership.core.decode_frame", lambda payload: pytest.fail("it is decoded"))
+        for data in sealed:
+            with pytest.raises((TrustError, FrameError)):
+                ann.core.open_frame(data)
+
+
+def test_large_frame_of_a_member_that_is_not_known_yet_is_decoded() -> None:
+    ann, cyd = CoreNode("ann"), Identity(b"\x55" * 32)
+    chain = admitted(ROOT, GENESIS, ROOT_CHAIN, cyd.node_id, "cyd", "cyd", NOW)
+    digest = [(bytes(32), "facts", 1, 1)] * 200
+    for frame in (Hello(1, chain, digest, []), Reply(1, 1, chain, digest, [], [], [])):
+        data = MeshSealer(cyd, ann.core.trust.mesh_id).seal("reconcile", encode_frame(frame))
+        assert ann.core.open_frame(data) == (cyd.node_id, frame)
+
+
+def test_large_frame_of_a_revoked_node_is_answered_with_the_revocation() -> None:
+    ann, bob = CoreNode("ann"), PEOPLE["bob"][0]
+    ann.core.trust.admit_statement(make_revocation(ROOT, ann.core.trust, bob.node_id, "", NOW), NOW)
+    frame = Hello(7, PEOPLE["bob"][1], [(bytes(32), "facts", 1, 1)] * 200, [])
+    data = MeshSealer(bob, ann.core.trust.mesh_id).seal("reconcile", encode_frame(frame))
+    _, hello = ann.core.open_frame(data)
+    assert hello == Hello(7, PEOPLE["bob"][1], [], []), "the rest is not decoded"
+    with pytest.raises(StopIteration) as told:
+        next(ann.core.answer(bob.node_id, hello))
+    assert isinstance(told.value.value, Reply)
 
 
 def test_answer_to_another_hello_is_refused() -> None:

@@ -23,7 +23,7 @@ from membership.envelope import seal, seal_to
 from membership.framing import read_frame, write_frame
 from membership.identity import Identity
 from membership.node import MAX_RECONCILES, MAX_UNPROVEN, MembershipNode, PortInUse, SystemClock
-from membership.reconcile import Greeting, ReachMe, encode_frame
+from membership.reconcile import Greeting, Hello, ReachMe, encode_frame
 from membership.snapshot import RevocationFile, SnapshotFile
 from membership.streams import MAX_SERVED, MAX_SERVED_PER_HOST
 from membership.trust import (
@@ -360,6 +360,32 @@ async def test_streams_are_bounded(mesh: Mesh) -> None:
     assert await open_streams("127.0.0.4", 10) == 4, "32 in all"
     for writer in writers:
         writer.close()
+
+
+async def test_few_bytes_of_a_stranger_are_read(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its refusals make one line of the log; a newcomer and the members of another address are heard."""
+    monkeypatch.setattr(streams, "FRAME_LIMIT", 64 * 1024)
+    monkeypatch.setattr(streams, "STRANGER_BYTES_S", 1.0)
+    node = mesh.make("n0")
+    await node.start()
+    mesh.nodes.append(node)
+    caplog.set_level("INFO", "membership.streams")
+    data = seal(Identity.generate(), node.trust.mesh_id, "reconcile", encode_frame(Hello(1, b"x", [], [])))
+    for _ in range(40):
+        reader, writer = await asyncio.open_connection(LOOPBACK, node.port, local_addr=("127.0.0.2", 0))
+        await write_frame(writer, data)
+        assert await reader.read() == b""
+        writer.close()
+    assert node.counters["refused_foreign"] == 32 and node.counters["refused_flood"] == 8
+    assert len([line for line in caplog.messages if "refused" in line]) == 1
+    for number in range(1, 4):
+        mesh.nodes.append(mesh.make(f"n{number}"))
+        await mesh.nodes[-1].start()
+    await until(lambda: all(alive(n) == 4 for n in mesh.nodes), "all to see all")
+    left = node._streams._buckets._buckets[LOOPBACK][0]
+    assert left == 64 * 1024, "what members send does not count"
 
 
 async def test_streams_of_strangers_keep_nobody_out(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
