@@ -5,6 +5,7 @@ deterministic: no node can spread an expired record again (a problem of scuttleb
 """
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Literal
 
@@ -13,7 +14,7 @@ import msgspec
 from membership.envelope import OVERHEAD, EnvelopeError, open_envelope
 from membership.identity import ID_BYTES, NodeId
 from membership.malformed import MALFORMED
-from membership.trust import TrustError, TrustStore
+from membership.trust import TooManyStatements, TrustError, TrustStore
 
 MAX_BODY_BYTES = 16 * 1024
 MAX_RECORD_BYTES = MAX_BODY_BYTES + 1024  # envelope, name, and fields of later versions
@@ -231,7 +232,9 @@ class RecordTable:
         """Apply the founders' statements of a section, before any later message is handled (invariant S5)."""
         try:
             for sealed in _revocations_decoder.decode(body):
-                self._trust.admit_statement(sealed, now_unix)
+                # Nodes may keep different ones of a founder who has signed too many; those of the others count.
+                with suppress(TooManyStatements):
+                    self._trust.admit_statement(sealed, now_unix)
         except (TrustError, *MALFORMED):
             return False
         return True

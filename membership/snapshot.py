@@ -5,6 +5,7 @@ every rumour about its earlier runs. Addresses of dead peers are kept too: after
 (serf issue 333).
 """
 
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -13,7 +14,7 @@ import msgspec
 from membership.durable import write_durably
 from membership.identity import NodeId
 from membership.malformed import MALFORMED
-from membership.trust import CLOCK_GRACE_S, Grant, TrustError, TrustStore
+from membership.trust import CLOCK_GRACE_S, Grant, TooManyStatements, TrustError, TrustStore
 from membership.wire import EPOCH_AHEAD_MS
 
 MAX_PEERS = 256
@@ -71,7 +72,8 @@ class RevocationFile:
         """Load the revocations before any message is accepted. A damaged file is an error: a revoked key must stay revoked."""
         try:
             for sealed in _sealed_decoder.decode(self.path.read_bytes()):
-                trust.admit_statement(sealed, now_unix)
+                with suppress(TooManyStatements):  # a file of 0.1.0, which had one bound for all founders
+                    trust.admit_statement(sealed, now_unix)
         except FileNotFoundError:
             return
         except (TrustError, *MALFORMED) as error:

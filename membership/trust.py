@@ -15,6 +15,7 @@ import base64
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Literal, Protocol
@@ -52,6 +53,10 @@ class TrustError(ValueError):
 
 class NameTaken(TrustError):
     """The user's name belongs to another key."""
+
+
+class TooManyStatements(TrustError):
+    """Nodes keep no more statements of this founder. Others of the same section count."""
 
 
 class Genesis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,6 +202,8 @@ class TrustStore:
         self.promoted: set[NodeId] = set()
         self._certified: set[NodeId] = set()  # nodes with a root's certificate that they may admit others
         self.statements: dict[bytes, NodeId] = {}  # of the founders, sealed, to relay, with their subjects
+        self.most_statements = MAX_STATEMENTS // len(roots)  # of each founder, so that none takes the others' places
+        self._stated = Counter[NodeId]()  # founder -> statements
         self._votes: dict[tuple[str, NodeId], set[NodeId]] = {}  # kind and subject -> roots
         self._members: dict[NodeId, Credentials] = {}
         self._by_tag: dict[bytes, list[NodeId]] = {}
@@ -236,8 +243,11 @@ class TrustStore:
         voters = self._votes.setdefault((kind, statement.subject), set())
         if author in voters:
             return False
-        if len(self.statements) >= MAX_STATEMENTS:
-            raise TrustError(f"this mesh has {MAX_STATEMENTS} statements of its founders, the most that nodes keep")
+        if self._stated[author] >= self.most_statements:
+            raise TooManyStatements(
+                f"this founder has signed {self.most_statements} statements, the most that nodes keep"
+            )
+        self._stated[author] += 1
         voters.add(author)
         self.statements[sealed] = statement.subject
         if isinstance(statement, Revocation):
@@ -252,6 +262,10 @@ class TrustStore:
     def statements_about(self, subject: NodeId) -> set[bytes]:
         """Return the founders' sealed statements about this key."""
         return {sealed for sealed, about in self.statements.items() if about == subject}
+
+    def stated(self, founder: NodeId) -> int:
+        """Return how many statements of this founder are kept."""
+        return self._stated[founder]
 
     def votes(self, kind: Literal["revocation", "promotion"], subject: NodeId) -> int:
         """Return how many founders have signed this; the mesh's quorum is enough."""
@@ -517,9 +531,10 @@ def make_promotion(identity: Identity, store: TrustStore, subject: NodeId, now_u
 
 
 def _statement(identity: Identity, store: TrustStore, kind: str, statement: Revocation | Promotion) -> bytes:
-    if len(store.statements) >= MAX_STATEMENTS:
+    if store.stated(identity.node_id) >= store.most_statements:
         raise TrustError(
-            f"this mesh has {MAX_STATEMENTS} revocations and promotions, the most that nodes keep: found a new mesh"
+            f"this founder has signed {store.most_statements} revocations and promotions, the most that nodes keep: "
+            "found a new mesh"
         )
     return seal(identity, store.mesh_id, kind, msgspec.msgpack.encode(statement))
 

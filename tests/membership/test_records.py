@@ -1,6 +1,7 @@
 import contextlib
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,7 +9,7 @@ from membership.envelope import seal
 from membership.identity import Identity
 from membership.reconcile import FrameError, decode_frame
 from membership.records import MAX_BODY_BYTES, MAX_RECORD_BYTES, STATEMENTS, Record, RecordTable, encode_body
-from membership.trust import TrustStore, found_mesh
+from membership.trust import TrustStore, found_mesh, make_promotion, make_revocation
 from tests.chains import admitted
 
 NOW = 1_800_000_000.0
@@ -138,3 +139,23 @@ def test_padded_record_is_refused_and_keeps_no_other_one_back() -> None:
 
 def test_body_size_is_limited() -> None:
     assert isinstance(table().apply(sealed(ROOT, "facts", 1, 1, bytes(MAX_BODY_BYTES)), NOW), Record)
+
+
+def test_statements_over_the_bound_keep_no_other_one_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes may keep different statements of a founder who signed too many: a section of one node counts at the others."""
+    monkeypatch.setattr("membership.trust.MAX_STATEMENTS", 6)
+    other, victim = Identity(b"\x23" * 32), Identity(b"\x24" * 32)
+    genesis, chain = found_mesh(ROOT, "lab", "root", "ada", NOW, [other.node_id], 1)
+    trust = TrustStore(genesis)
+    trust.admit_chain(chain, NOW)
+
+    def statements(numbers: range) -> list[bytes]:
+        return [make_promotion(other, TrustStore(genesis), bytes([number]) * 32, NOW) for number in numbers]
+
+    for promotion in statements(range(3)):
+        trust.admit_statement(promotion, NOW)
+    revocation = make_revocation(ROOT, trust, victim.node_id, "", NOW)
+    body = msgspec.msgpack.encode([*statements(range(3, 6)), revocation])
+    record = seal(ROOT, trust.mesh_id, "record", encode_body(1, 1, f"{STATEMENTS}0", int(NOW) + 600, body))
+    assert isinstance(RecordTable(trust).apply(record, NOW), Record)
+    assert victim.node_id in trust.revoked and len(trust.statements) == 4

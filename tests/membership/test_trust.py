@@ -1,3 +1,5 @@
+from contextlib import suppress
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -527,6 +529,21 @@ def test_mesh_that_none_of_its_founders_has_signed_is_refused() -> None:
 
 
 # --- any number of revocations
+
+
+def test_statements_of_one_founder_take_no_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hostile founder of three ends no revocation by the other two."""
+    monkeypatch.setattr("membership.trust.MAX_STATEMENTS", 30)
+    store = three_founders()[2]
+    hostile, *honest = SECOND, ROOT, THIRD
+    kept = 0
+    for number in range(30):
+        with suppress(TrustError):
+            kept += store.admit_statement(make_promotion(hostile, store, bytes([number]) * 32, NOW), NOW)
+    assert kept == 10
+    for founder in honest:
+        store.admit_statement(make_revocation(founder, store, GUEST.node_id, "", NOW), NOW)
+    assert GUEST.node_id in store.revoked
 
 
 def test_revocations_have_a_bound_at_which_the_command_fails(monkeypatch: pytest.MonkeyPatch) -> None:
