@@ -4,6 +4,7 @@ Whole replacement needs no tombstones: an entry absent from the next version is 
 deterministic: no node can spread an expired record again (a problem of scuttlebutt and chitchat, chitchat issue 161).
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from hashlib import blake2b
@@ -19,6 +20,11 @@ from membership.trust import TooManyStatements, TrustError, TrustStore
 MAX_BODY_BYTES = 16 * 1024
 MAX_RECORD_BYTES = MAX_BODY_BYTES + 1024  # envelope, name, and fields of later versions
 MAX_SECTIONS = 4096  # per node; bounds the jobs that one node runs or watches
+# Of the nodes of one user together, since a member may add machines to its user. A digest fits into a frame of 4 MiB beside
+# 1 MiB of records; a quarter of it holds 15,000 sections of 68 bytes, more than all of the 500 nodes with 10,000 jobs that
+# docs/explanation/scale.md measures.
+MAX_USER_DIGEST_BYTES = 1024 * 1024
+MAX_USER_BYTES = 64 * 1024 * 1024  # sealed, in memory: 4 KiB for each of these sections (own choice)
 MAX_LIFE_S = 30 * 86_400
 MAX_NODES = 4096
 CLOCK_GRACE_S = 120  # tolerated clock skew of the author
@@ -46,6 +52,7 @@ class Record(msgspec.Struct, frozen=True):
     sealed: bytes
     start: int
     size: int
+    user_key: bytes = b""  # of the user that it counts against; empty: it does not count
 
     @property
     def body(self) -> bytes:
@@ -58,6 +65,10 @@ class Record(msgspec.Struct, frozen=True):
     @property
     def entry(self) -> tuple[bytes, str, int, int]:
         return (self.node, self.section, self.epoch, self.version)
+
+    @property
+    def entry_bytes(self) -> int:
+        return len(msgspec.msgpack.encode(self.entry))
 
 
 Ignored = Literal["invalid", "unknown author", "not newer", "outlives", "expired", "full"]
@@ -93,6 +104,7 @@ class RecordTable:
         self._records: dict[bytes, dict[str, Record]] = {}
         self._by_entry: dict[Entry, Record] = {}  # the digest, as it is sent
         self._by_signature: dict[bytes, Record] = {}
+        self._digest_bytes, self._sealed_bytes = Counter[bytes](), Counter[bytes]()  # user's key -> of their records
         self._root = 0
 
     def apply(self, sealed: bytes, now_unix: float) -> Record | Ignored:
@@ -118,7 +130,8 @@ class RecordTable:
             return "expired"
         if body.section == TRUST and not self._admit(node, body.body, now_unix):
             return "invalid"
-        if self._trust.credentials(node, now_unix) is None:
+        author = self._trust.credentials(node, now_unix)
+        if author is None:
             return "unknown author"
         if body.section.startswith(STATEMENTS) and not self._apply_statements(body.body, now_unix):
             return "invalid"
@@ -126,11 +139,16 @@ class RecordTable:
         if sections:
             node = next(iter(sections.values())).node  # one object for all
         start, size = sealed.rfind(body.body), len(body.body)
-        record = Record(node, body.epoch, body.version, body.section, body.not_after_unix, sealed, start, size)
+        # Certificates are one of a node, and a founder's revocations come through whatever its user's other machines publish.
+        counts = body.section != TRUST and node not in self._trust.genesis.roots
+        user = author.user_key if counts else b""
+        record = Record(node, body.epoch, body.version, body.section, body.not_after_unix, sealed, start, size, user)
         known = sections.get(body.section) if sections is not None else None
         if known is not None and record.order <= known.order:
             return "outlives" if body.not_after_unix > known.not_after_unix else "not newer"
         if known is None and (len(sections or ()) >= MAX_SECTIONS or len(self._records) >= MAX_NODES):
+            return "full"
+        if user and not self._has_room(record, known):
             return "full"
         self._put(record)
         return record
@@ -212,6 +230,22 @@ class RecordTable:
     def _all(self) -> Collection[Record]:
         return self._by_entry.values()
 
+    def _has_room(self, record: Record, known: Record | None) -> bool:
+        """Tell whether the author's user has room for a record, or it is no larger than the one that it replaces."""
+        size = len(record.sealed) - (len(known.sealed) if known is not None else 0)
+        fits = size <= 0 or self._sealed_bytes[record.user_key] + size <= MAX_USER_BYTES
+        entry = record.entry_bytes if known is None else 0
+        return fits and (not entry or self._digest_bytes[record.user_key] + entry <= MAX_USER_DIGEST_BYTES)
+
+    def _count(self, record: Record, sign: int) -> None:
+        for counter, size in (
+            (self._digest_bytes, record.entry_bytes),
+            (self._sealed_bytes, len(record.sealed)),
+        ):
+            counter[record.user_key] += sign * size
+            if not counter[record.user_key]:
+                del counter[record.user_key]
+
     def _put(self, record: Record) -> None:
         sections = self._records.setdefault(record.node, {})
         before = sections.get(record.section)
@@ -221,10 +255,12 @@ class RecordTable:
         sections[record.section] = record
         self._by_entry[record.entry] = record
         self._by_signature[_signature(record.sealed)] = record
+        self._count(record, 1)
         self._root ^= _fingerprint(record)
 
     def _remove(self, record: Record) -> None:
         del self._by_entry[record.entry]
+        self._count(record, -1)
         self._by_signature.pop(_signature(record.sealed), None)
         self._root ^= _fingerprint(record)
 

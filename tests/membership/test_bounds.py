@@ -19,15 +19,16 @@ from membership.identity import Identity
 from membership.probe import MAX_RELAYS, Relays
 from membership.ratelimit import BURST_S, TokenBuckets
 from membership.reconcile import FrameError, ReachMe, decode_frame, encode_frame
-from membership.records import MAX_LIFE_S, RecordTable
+from membership.records import MAX_LIFE_S, Record, RecordTable
 from membership.rumours import RumourQueue
 from membership.snapshot import RevocationFile, Snapshot, SnapshotFile
 from membership.suspicion import AccuserCredit
-from membership.trust import TrustError, TrustStore
+from membership.trust import TrustError, TrustStore, User
 from membership.wire import MAX_INCARNATION, Alive, Suspect, WireError, decode_evidence, encode
+from tests.chains import admitted
 from tests.membership.test_admission_decisions import Desk, invite, pending
 from tests.membership.test_core import meet
-from tests.membership.test_records import GENESIS, NOW, PEER, ROOT, sealed, table
+from tests.membership.test_records import CHAIN, GENESIS, NOW, PEER, ROOT, sealed, table
 
 NODE, OTHER = b"n" * 32, b"o" * 32
 # What asyncio would close a socket for, what no name can be written as, a name, and an address of one link.
@@ -57,6 +58,39 @@ def test_table_is_bounded(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     records.apply(sealed(ROOT, "facts", 1, 1), NOW)
     more = sealed(ROOT, "jobs/a", 1, 1) if bound == "MAX_SECTIONS" else sealed(PEER, "facts", 1, 1)
     assert records.apply(more, NOW) == "full"
+
+
+def test_sections_of_all_nodes_of_a_user_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that adds machines to its user gets no more room; its certificates, and others, keep theirs."""
+    trust = TrustStore(GENESIS)
+    trust.admit_chain(CHAIN, NOW)
+    bob = User("bob", PEER.node_id, int(NOW) + 1)
+    machines = [Identity(bytes([number]) * 32) for number in range(1, 7)]
+    chains = [admitted(ROOT, GENESIS, CHAIN, one.node_id, "m", bob, NOW) for one in machines]
+    eve = Identity(b"\x77" * 32)
+    trust.admit_chain(admitted(ROOT, GENESIS, CHAIN, eve.node_id, "m", "eve", NOW), NOW)
+    records = RecordTable(trust)
+    long = lambda one, number, version=1, size=1: sealed(one, f"{number:0128}", 1, version, b"x" * size)  # noqa: E731
+    monkeypatch.setattr(
+        "membership.records.MAX_USER_DIGEST_BYTES", 9 * len(msgspec.msgpack.encode((bytes(32), "n" * 128, 1, 1)))
+    )
+    monkeypatch.setattr("membership.records.MAX_USER_BYTES", 20_000)
+
+    def applied(item: bytes) -> bool:
+        return isinstance(records.apply(item, NOW), Record)
+
+    for one, chain in zip(machines, chains, strict=True):
+        assert applied(sealed(one, "trust", 1, 1, chain))
+    assert sum(applied(long(one, number)) for number in range(3) for one in machines) == 9
+    assert applied(long(machines[0], 0, 2, 10_000)), "it replaces a section"
+    assert not applied(long(machines[1], 0, 2, 10_000)) and applied(long(machines[1], 0, 2, 1)), "of the same size"
+    assert all(applied(long(eve, number)) for number in range(9)) and not applied(long(eve, 9))
+    assert all(applied(long(ROOT, number)) for number in range(12)), "a founder's revocations have to come through"
+    records.drop(machines[0].node_id)
+    assert sum(applied(long(machines[5], number)) for number in range(3, 9)) == 2
+    for node in list(records.authors()):
+        records.drop(node)
+    assert not records._digest_bytes and not records._sealed_bytes
 
 
 def test_rumours_are_bounded() -> None:
