@@ -7,6 +7,7 @@ reader), and a file that changed while it was read is not saved.
 import os
 import re
 import stat
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
@@ -19,8 +20,10 @@ from ckptstore.codec import choose, encode
 from ckptstore.encoding import WIDTHS, Base, Bytes, Encoding
 from ckptstore.errors import BadManifest, BadPath, FileChanged
 from ckptstore.manifest import MAX_BYTES, MAX_FILES, Chunk, FileEntry, check_link, check_path, check_text
+from ckptstore.mappings import mapped_for_writing
 from ckptstore.pack import Location, PackWriter, chunk_name, read_at, wrap
 
+TICK_NS = 50_000_000  # file times lag behind the clock by up to a kernel tick, 10 ms at 100 Hz
 DIGITS = re.compile(r"\d+")  # digits of a path are usually the step
 
 
@@ -52,6 +55,8 @@ class Saver:
         self._same_shape: Counter[str] = Counter()
         self._numbers: dict[bytes, int] = {}
         self._bytes = 0
+        self._mapped: set[tuple[int, int]] = set()
+        self._mapped_ns = 0
         self.lengths: list[int] = []
         self.files: list[FileEntry] = []
         self.left_out: list[str] = []
@@ -118,6 +123,7 @@ class Saver:
             self._bytes += before.st_size
             if self._bytes > MAX_BYTES:
                 raise BadManifest(f"the files hold more than {MAX_BYTES >> 40} TiB (holes count) with {path}")
+            self._clean(descriptor, before)
             pieces = split(lambda length, offset: os.pread(descriptor, length, offset), before.st_size)
             chunks = self._add_pieces(descriptor, key, pieces, path)
             after = path.lstat()
@@ -128,6 +134,17 @@ class Saver:
         if _fingerprint(before) != _fingerprint(after):
             raise FileChanged(f"{path} changed while it was being saved")
         self.files.append(FileEntry(prefix, after.st_mode, after.st_size, tuple(chunks)))
+
+    def _clean(self, descriptor: int, before: os.stat_result) -> None:
+        """Write back the pages of a file that is mapped for writing, so that each later write changes its times.
+
+        Other files are not written back, which takes as long as their bytes take to the disk (1 GiB: 0.5 s, a save of it 1.3 s).
+        """
+        if before.st_ctime_ns > self._mapped_ns - TICK_NS:  # it may have been mapped and written since
+            self._mapped_ns = time.time_ns()
+            self._mapped = mapped_for_writing()
+        if (before.st_dev, before.st_ino) in self._mapped:
+            os.fsync(descriptor)
 
     def _add_pieces(self, descriptor: int, key: str, pieces: list[Piece], path: Path) -> list[Chunk]:
         chunks: list[Chunk] = []

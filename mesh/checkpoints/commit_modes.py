@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ckptstore.mappings import mapped_for_writing
 from mesh.model.spec import Checkpointing
 from mesh.util import trees
 
@@ -55,14 +56,21 @@ class _Entry(NamedTuple):
 
 
 def committed_tree(
-    directory: Path, rules: Checkpointing, now_unix: float, *, ended: bool = False, beside: bool = True
+    directory: Path,
+    rules: Checkpointing,
+    now_unix: float,
+    *,
+    ended: bool = False,
+    beside: bool = True,
+    known: object = None,
 ) -> CommittedTree | None:
     """Return the newest complete state, or None. `ended`: the guest has exited by itself, so nothing is written any more.
 
-    `beside`: also what lies beside the checkpoints, which the guest may be writing.
+    `beside`: also what lies beside the checkpoints, which the guest may be writing. `known`: the key of a state that was complete
+    before, so that open files need not be looked for again.
     """
     if rules.mode == "stable":
-        return _stable(directory, rules, now_unix, ended)
+        return _stable(directory, rules, now_unix, ended, known)
     entries = []
     for path in directory.iterdir():
         if not unfinished(path.name):
@@ -116,16 +124,16 @@ def _oldest_first(entries: Sequence[_Entry]) -> list[_Entry]:
     return sorted(entries, key=ranks.__getitem__)
 
 
-def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool) -> CommittedTree | None:
+def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool, known: object) -> CommittedTree | None:
     with suppress(FileNotFoundError):
         files = files_below(directory)
         if any(unfinished(path.name) for path in files):
             return None
         newest = max((max(info.st_mtime, info.st_ctime) for info in files.values()), default=0.0)
         settled = ended or now_unix - newest >= rules.stable_s
-        if files and settled and (ended or not open_for_writing(files.values())):
-            key = ((str(path.relative_to(directory)), info.st_mtime_ns, info.st_size) for path, info in files.items())
-            return CommittedTree(roots={"ckpt": directory}, resume="", key=tuple(key))
+        key = tuple((str(path.relative_to(directory)), info.st_mtime_ns, info.st_size) for path, info in files.items())
+        if files and settled and (ended or key == known or not open_for_writing(files.values())):
+            return CommittedTree(roots={"ckpt": directory}, resume="", key=key)
     return None
 
 
@@ -147,7 +155,7 @@ def unfinished(name: str) -> bool:
 
 
 def open_for_writing(files: Iterable[os.stat_result]) -> bool:
-    """Tell whether a process that we may inspect has one of these files open for writing.
+    """Tell whether a process that we may inspect has one of these files open for writing, or mapped shared and writable.
 
     Files are compared by inode: a container has other paths for them.
     """
@@ -162,7 +170,7 @@ def open_for_writing(files: Iterable[os.stat_result]) -> bool:
                             opened = (process / "fd" / info.name).stat()
                             if (opened.st_dev, opened.st_ino) in inodes:
                                 return True
-    return False
+    return not inodes.isdisjoint(mapped_for_writing())
 
 
 def link_checkpoints(base: Path, directory: str) -> None:

@@ -607,7 +607,7 @@ class Attempt:
                     trouble = error.errno or 0
 
     async def _look_for_checkpoint(self) -> None:
-        tree = await asyncio.to_thread(self._committed, False)
+        tree = await asyncio.to_thread(self._committed, False, known=self._found_key)
         self.save_schedule.sees(boot_s(), await asyncio.to_thread(being_written, self.base / "ckpt"))
         if tree is not None and tree.key != self._found_key:
             self._found_key = tree.key
@@ -627,11 +627,11 @@ class Attempt:
                 return True
         return False
 
-    def _committed(self, ended: bool, beside: bool = True) -> CommittedTree | None:
+    def _committed(self, ended: bool, beside: bool = True, known: object = None) -> CommittedTree | None:
         assert self.spec.checkpointing is not None
         directory, rules = self.base / "ckpt", self.spec.checkpointing
         with suppress(FileNotFoundError):
-            return committed_tree(directory, rules, time.time(), ended=ended, beside=beside)
+            return committed_tree(directory, rules, time.time(), ended=ended, beside=beside, known=known)
         return None
 
     # --- saving

@@ -1,5 +1,6 @@
 """Detection of complete checkpoints in a directory, in each of the three modes."""
 
+import mmap
 import os
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from mesh.checkpoints.commit_modes import MOST_BESIDE, committed_tree, link_checkpoints
 from mesh.model.spec import Checkpointing
+from tests.ckptstore.worlds import Mapping
 
 RENAME, MARKER = Checkpointing(mode="rename", keep=2), Checkpointing(mode="marker", keep=2)
 STABLE = Checkpointing(mode="stable", stable_s=5.0)
@@ -150,6 +152,26 @@ def test_stable_mode_sees_a_file_that_is_open_by_another_path(tmp_path: Path) ->
     with (tmp_path / "inside").open("ab"):
         assert committed_tree(tmp_path / "ckpt", STABLE, time.time() + 6) is None
     assert committed_tree(tmp_path / "ckpt", STABLE, time.time() + 6) is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "access", "complete"),
+    [(mmap.MAP_SHARED, "rw", False), (mmap.MAP_PRIVATE, "rw", True), (mmap.MAP_SHARED, "r", True)],
+)
+def test_stable_mode_waits_for_a_writable_mapping_to_end(
+    tmp_path: Path, flags: int, access: str, complete: bool
+) -> None:
+    (tmp_path / "model.bin").write_bytes(bytes(mmap.PAGESIZE))
+    rights = mmap.PROT_READ | (mmap.PROT_WRITE if "w" in access else 0)
+    with (tmp_path / "model.bin").open("r+b") as file:
+        # Without Python's copy of the descriptor, which would be open for writing itself.
+        mapping = Mapping(file.fileno(), mmap.PAGESIZE, rights, flags)
+    tree = committed_tree(tmp_path, STABLE, time.time() + 6)
+    assert (tree is not None) == complete
+    whole = committed_tree(tmp_path, STABLE, time.time() + 6, ended=True)
+    assert whole is not None and committed_tree(tmp_path, STABLE, time.time() + 6, known=whole.key) == whole
+    mapping.close()
+    assert committed_tree(tmp_path, STABLE, time.time() + 6) is not None
 
 
 def test_checkpoints_are_linked_inside_the_working_directory_only(tmp_path: Path) -> None:

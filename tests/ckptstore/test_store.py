@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import mmap
 import os
 import resource
 import shutil
@@ -58,12 +59,14 @@ from ckptstore.pack import (
     PackWriter,
     chunk_name,
     decode_header,
+    read_at,
     wrap,
 )
 from ckptstore.store import BLOCK_BYTES, Fence, SavedManifest, Store
 from tests.ckptstore.worlds import (
     CIPHER,
     JOB,
+    Mapping,
     chunk_id,
     copy,
     damage,
@@ -255,6 +258,28 @@ def test_file_that_changes_during_a_save_is_an_error(tmp_path: Path, monkeypatch
         save(store, tmp_path / "in")
     monkeypatch.undo()
     assert store.manifests() == [] and not list((tmp_path / "store" / "tmp").iterdir())
+
+
+def test_file_written_through_a_mapping_during_a_save_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tree(tmp_path / "in", {"w": bytes(CHUNK_BYTES)})
+    with (tmp_path / "in" / "w").open("r+b") as file:
+        mapping = Mapping(file.fileno(), CHUNK_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
+    mapping.fill(1)
+    time.sleep(0.1)  # its pages are dirty, so that another write changes no time
+    store = open_store(tmp_path / "store")
+
+    def read(*given: Any) -> int:
+        mapping.fill(2)
+        return read_at(*given)
+
+    monkeypatch.setattr(saver, "read_at", read)
+    with pytest.raises(FileChanged, match="changed while it was being saved"):
+        save(store, tmp_path / "in")
+    monkeypatch.undo()
+    save(store, tmp_path / "in")
+    mapping.close()
 
 
 def test_directory_replaced_by_a_link_during_a_save_is_an_error(

@@ -1,5 +1,6 @@
 """Stores for tests, with a fake seal (a hash), trees of files, and ways to damage packs."""
 
+import ctypes
 import hashlib
 from pathlib import Path
 
@@ -75,6 +76,24 @@ def copy(ours: Store, theirs: Store, saved: SavedManifest) -> int:
     receiver.finish()
     theirs.accept_manifest(saved.sealed)
     return sent
+
+
+class Mapping:
+    """A mapping of a file, without the copy of the descriptor that Python's own keeps open."""
+
+    def __init__(self, descriptor: int, size: int, rights: int, flags: int) -> None:
+        self._libc, self._size = ctypes.CDLL(None, use_errno=True), size
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._address = self._libc.mmap(None, size, rights, flags, descriptor, 0)
+        assert self._address != ctypes.c_void_p(-1).value
+
+    def fill(self, byte: int) -> None:
+        ctypes.memset(self._address, byte, self._size)
+
+    def close(self) -> None:
+        self._libc.munmap(self._address, self._size)
 
 
 def frame(data: bytes) -> bytes:

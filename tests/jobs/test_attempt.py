@@ -305,8 +305,8 @@ async def test_checkpoint_is_found_once_and_a_newer_one_again(tmp_path: Path, mo
     looks: list[object] = []
     committed = place.attempt._committed
 
-    def look(ended: bool, beside: bool = True) -> object:
-        looks.append(found := committed(ended, beside))
+    def look(ended: bool, **more: Any) -> object:
+        looks.append(found := committed(ended, **more))
         return found
 
     monkeypatch.setattr(place.attempt, "_committed", look)
