@@ -5,7 +5,6 @@ So a file that has not changed is not read again, and an add that was killed goe
 does not grow with the data set: files are read in pieces, small ones are gathered in bundles, pages are made from the table.
 """
 
-import errno
 import os
 import sqlite3
 import stat
@@ -38,7 +37,7 @@ from ckptstore.dataset_store import ROWS, DataSets
 from ckptstore.encoding import Encoding
 from ckptstore.errors import BadPath, FileChanged, TooLarge
 from ckptstore.manifest import MAX_DEPTH
-from ckptstore.pack import ID_BYTES, PackWriter, chunk_name, read_at, wrap
+from ckptstore.pack import ID_BYTES, PackWriter, chunk_name, next_data, read_at, wrap
 
 THREADS = min(2, os.cpu_count() or 1)  # for hashing and encoding: an add must not take the machine (own choice)
 SMALL_BYTES = 512 << 10  # smaller files share bundles (own choice)
@@ -302,7 +301,7 @@ class Adder:
         try:
             for piece in pieces[len(parts) // PART.size :]:
                 if data_at <= piece.offset:
-                    data_at = _next_data(descriptor, piece.offset, info.st_size)
+                    data_at = next_data(descriptor, piece.offset, info.st_size)
                 if data_at >= piece.offset + piece.length:
                     future = self._zero(piece.length)
                 else:
@@ -513,16 +512,6 @@ def _check_unchanged(descriptor: int, name: bytes, before: Times) -> None:
         raise FileChanged(
             f"{os.fsdecode(name)} changed while it was being added: add it again once nothing writes there"
         )
-
-
-def _next_data(descriptor: int, offset: int, size: int) -> int:
-    """Return where the next bytes are that are no hole."""
-    try:
-        return os.lseek(descriptor, offset, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno == errno.ENXIO:
-            return size
-        return offset  # the file system knows no holes
 
 
 def _whole_prefix(packed: bytes, lengths: Sequence[int], is_here: Callable[[bytes], bool]) -> bytes:

@@ -6,6 +6,7 @@ A reader trusts nothing: it bounds lengths before it allocates, headers and stor
 compared with its id. Encrypted chunks can be verified without their key (`cipher`).
 """
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -298,6 +299,16 @@ class ObjectStream:
     def clean(self) -> bool:
         """True between two objects."""
         return self._header is None and not self._filled
+
+
+def next_data(descriptor: int, offset: int, size: int) -> int:
+    """Return where the next bytes are that are no hole."""
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return size
+        return offset  # the file system knows no holes
 
 
 def read_at(descriptor: int, buffer: bytearray | memoryview, offset: int) -> int:

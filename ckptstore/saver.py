@@ -21,7 +21,7 @@ from ckptstore.encoding import WIDTHS, Base, Bytes, Encoding
 from ckptstore.errors import BadManifest, BadPath, FileChanged
 from ckptstore.manifest import MAX_BYTES, MAX_FILES, Chunk, FileEntry, check_link, check_path, check_text
 from ckptstore.mappings import mapped_for_writing
-from ckptstore.pack import Location, PackWriter, chunk_name, read_at, wrap
+from ckptstore.pack import Location, PackWriter, chunk_name, next_data, read_at, wrap
 
 TICK_NS = 50_000_000  # file times lag behind the clock by up to a kernel tick, 10 ms at 100 Hz
 DIGITS = re.compile(r"\d+")  # digits of a path are usually the step
@@ -54,6 +54,7 @@ class Saver:
         self._encodings: dict[str, Encoding] = {}
         self._same_shape: Counter[str] = Counter()
         self._numbers: dict[bytes, int] = {}
+        self._zeros: dict[int, Future[bytes]] = {}  # the chunk of a hole by its length
         self._bytes = 0
         self._mapped: set[tuple[int, int]] = set()
         self._mapped_ns = 0
@@ -149,6 +150,7 @@ class Saver:
     def _add_pieces(self, descriptor: int, key: str, pieces: list[Piece], path: Path) -> list[Chunk]:
         chunks: list[Chunk] = []
         running: deque[tuple[Piece, bytes, Future[bytes]]] = deque()
+        data_at = 0
 
         def take() -> None:
             piece, name, future = running.popleft()
@@ -162,7 +164,16 @@ class Saver:
                 name = label((key, piece.name, piece.number))
                 if len(running) >= 2 * self._threads:
                     take()
-                running.append((piece, name, self._pool.submit(self._add_piece, descriptor, key, piece, name, path)))
+                end = piece.offset + piece.length
+                if data_at <= piece.offset:
+                    data_at = next_data(descriptor, piece.offset, end)
+                hole = data_at >= end  # a guest's holes cost it nothing, so they are read and hashed once
+                future = self._zeros.get(piece.length) if hole else None
+                if future is None:
+                    future = self._pool.submit(self._add_piece, descriptor, key, piece, name, path)
+                if hole:
+                    self._zeros[piece.length] = future
+                running.append((piece, name, future))
             while running:
                 take()
         finally:

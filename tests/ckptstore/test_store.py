@@ -159,6 +159,26 @@ def test_restored_entries_count_a_block_each_against_the_limit(tmp_path: Path) -
     assert store.restore(saved.id, tmp_path / "out", limit_bytes=taken).disk_bytes == taken
 
 
+def test_holes_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reads = open_store(tmp_path / "store"), list[int]()
+
+    def read(descriptor: int, data: memoryview, offset: int) -> int:
+        reads.append(offset)
+        return read_at(descriptor, data, offset)
+
+    monkeypatch.setattr(saver, "read_at", read)
+    (tmp_path / "in").mkdir()
+    for name in ("one", "two"):
+        with (tmp_path / "in" / name).open("wb") as file:
+            file.seek(20 * CHUNK_BYTES)
+            file.write(b"data")
+            file.truncate(50 * CHUNK_BYTES + 1)
+    saved = save(store, tmp_path / "in")
+    assert len(reads) == 4, "a whole hole, one of a byte, and the data of each file"
+    store.restore(saved.id, tmp_path / "out", prefix="ckpt")
+    assert read_tree(tmp_path / "out") == read_tree(tmp_path / "in")
+
+
 def test_known_chunks_are_not_stored_again(tmp_path: Path) -> None:
     write_tree(tmp_path / "in", {"a": os.urandom(1000), "b": os.urandom(1000)})
     store = open_store(tmp_path / "store")
