@@ -66,8 +66,8 @@ class Saver:
     def ids(self) -> bytes:
         return b"".join(self._numbers)
 
-    def add(self, prefix: str, path: Path, real: str = "") -> None:
-        """Save a file, a link, or a directory with its contents. `real` is its path with links resolved."""
+    def add(self, prefix: str, path: Path, real: str = "", whole: bool = True) -> None:
+        """Save a file, a link, or a directory, if `whole` with its contents. `real` is its path with links resolved."""
         real = real or f"{os.path.realpath(path.parent)}/{path.name}"
         try:
             info = path.lstat()
@@ -81,7 +81,7 @@ class Saver:
             self._add_link(prefix, info.st_mode, str(path.readlink()))
         elif stat.S_ISDIR(info.st_mode):
             self.files.append(FileEntry(prefix, info.st_mode, 0))
-            for child in sorted(path.iterdir()):
+            for child in sorted(path.iterdir()) if whole else ():
                 self.add(f"{prefix}/{child.name}", child, f"{real}/{child.name}")
         elif stat.S_ISREG(info.st_mode):
             self._add_file(prefix, path, real)

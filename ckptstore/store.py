@@ -149,8 +149,10 @@ class Store(ObjectStore):
         cipher: StateCipher | None = None,
         user: str = "",
         places: Mapping[str, str] | None = None,
+        whole: bool = True,
     ) -> SavedManifest:
-        """Save files and directories under their prefixes, for the job of `user`, encrypted if there is a `cipher`.
+        """Save files and directories under their prefixes, for the job of `user`, encrypted if there is a `cipher`. Directories
+        come with their contents if `whole`.
 
         Only new chunks are written. With `compress` they are compressed, or stored as deltas to chunks of `parent` where that is
         shorter. FileChanged if a file changes meanwhile; then the store is unchanged. `places`: see `Saver`.
@@ -167,7 +169,7 @@ class Store(ObjectStore):
 
                 saver = Saver(writer, self._pool, THREADS, self.hold, read, bases, compress, cipher, places)
                 for prefix, path in sorted(roots.items()):
-                    saver.add(prefix, path)
+                    saver.add(prefix, path, whole=whole)
                 manifest = Manifest(
                     version=FORMAT_VERSION,
                     job=job,

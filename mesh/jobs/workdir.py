@@ -53,7 +53,7 @@ class IgnoreRules:
 
 
 def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
-    """Return the files to send, by their path in the store (`work/...`).
+    """Return the files and directories to send, by their path in the store (`work/...`).
 
     Left out is what the ignore rules name, and `ignored` (the checkpoint directory). MeshError: too many, not readable, or a link
     that leads out.
@@ -71,14 +71,14 @@ def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
         names[:] = sorted(n for n in names if not rules.ignores(below / n, True))
         links = [name for name in names if (here / name).is_symlink()]
         names[:] = [name for name in names if name not in links]
-        for name in sorted([*files, *links]):
-            path = here / name
-            if rules.ignores(below / name, False) or not (path.is_file() or path.is_symlink()):
+        for place, name in enumerate((*names, *sorted([*files, *links]))):
+            path, is_directory = here / name, place < len(names)
+            if not is_directory and (rules.ignores(below / name, False) or not (path.is_file() or path.is_symlink())):
                 continue
             sent = f"work/{(below / name).as_posix()}"
             if path.is_symlink():
                 _check_link(sent, path)
-            total += path.lstat().st_size
+            total += 0 if is_directory else path.lstat().st_size
             found[sent] = path
             if total > LIMIT_BYTES or len(found) > LIMIT_FILES:
                 raise MeshError(

@@ -132,7 +132,10 @@ def pack(call: Call, where: Path, workdir: str | Path | None, results: str) -> N
         for name, source in collect_files(Path(workdir), (CKPT,)).items():
             target = where / name.removeprefix("work/")
             target.parent.mkdir(parents=True, exist_ok=True)
-            _link(source, target)
+            if source.is_dir() and not source.is_symlink():
+                target.mkdir()
+            else:
+                _link(source, target)
     carried = where / CARRIED
     (carried / "mesh").mkdir(parents=True)
     package = Path(__file__).parents[1]

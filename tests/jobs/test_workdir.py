@@ -5,6 +5,7 @@ import pytest
 from mesh.jobs import workdir
 from mesh.jobs.workdir import collect_files
 from mesh.util.errors import ExitCode, MeshError
+from tests.ckptstore.worlds import fake_seal, open_store
 
 
 def make(directory: Path, *names: str) -> None:
@@ -25,14 +26,19 @@ def test_files_are_collected_without_caches_and_checkpoints(tmp_path: Path) -> N
         "ckpts/step-1/a",
     )
     files = collect_files(tmp_path, ("ckpts",))
-    assert sorted(files) == ["work/lib/net.py", "work/train.py"]
+    assert sorted(files) == ["work/lib", "work/lib/net.py", "work/train.py"]
     assert files["work/lib/net.py"] == tmp_path / "lib" / "net.py"
 
 
 def test_meshignore_excludes_files(tmp_path: Path) -> None:
     make(tmp_path, "train.py", "data/images.bin", "notes.log", "sub/other.log", "sub/keep.txt")
     (tmp_path / ".meshignore").write_text("# big\ndata/\n\n*.log\n")
-    assert sorted(collect_files(tmp_path, ())) == ["work/.meshignore", "work/sub/keep.txt", "work/train.py"]
+    assert sorted(collect_files(tmp_path, ())) == [
+        "work/.meshignore",
+        "work/sub",
+        "work/sub/keep.txt",
+        "work/train.py",
+    ]
 
 
 def test_gitignore_rules_apply_as_in_git(tmp_path: Path) -> None:
@@ -51,14 +57,47 @@ def test_gitignore_rules_apply_as_in_git(tmp_path: Path) -> None:
     (tmp_path / "sub" / ".gitignore").write_text("!keep.tmp\n")
     (tmp_path / ".meshignore").write_text("!data/x.bin\n")
     taken = {name.removeprefix("work/") for name in collect_files(tmp_path, ())} - {".gitignore", ".meshignore"}
-    assert taken == {"a.py", "sub/build/out.o", "sub/.gitignore", "sub/keep.tmp", "data/x.bin", "data/y.txt"}
+    assert taken == {
+        *("a.py", "sub", "sub/build", "sub/build/out.o", "sub/.gitignore", "sub/keep.tmp"),
+        *("data", "data/x.bin", "data/y.txt"),
+    }
+
+
+def test_directories_are_collected_even_without_files(tmp_path: Path) -> None:
+    make(tmp_path, "train.py", "old/a.log", "lib/net.py", "build/x")
+    (tmp_path / "logs" / "deep").mkdir(parents=True)
+    (tmp_path / ".gitignore").write_text("*.log\nbuild/\n")
+    files = collect_files(tmp_path, ("ckpts",))
+    directories = {"work/lib", "work/logs", "work/logs/deep", "work/old"}
+    assert files.keys() == {"work/.gitignore", "work/lib/net.py", "work/train.py"} | directories
+    store = open_store(tmp_path / "store")
+    saved = store.save(
+        files,
+        job=bytes(16),
+        config=0,
+        term=0,
+        seq=0,
+        parent=None,
+        kind="workdir",
+        created_unix=0,
+        seal=fake_seal,
+        whole=False,
+    )
+    store.restore(saved.id, tmp_path / "restored", prefix="work")
+    assert (tmp_path / "restored" / "logs" / "deep").is_dir()
+    assert not list((tmp_path / "restored" / "old").iterdir()), "what is ignored stays here"
 
 
 def test_links_are_collected_as_links(tmp_path: Path) -> None:
     make(tmp_path, "real/a.txt")
     (tmp_path / "to-directory").symlink_to("real")
     (tmp_path / "real" / "loop").symlink_to("../real")
-    assert sorted(collect_files(tmp_path, ())) == ["work/real/a.txt", "work/real/loop", "work/to-directory"]
+    assert sorted(collect_files(tmp_path, ())) == [
+        "work/real",
+        "work/real/a.txt",
+        "work/real/loop",
+        "work/to-directory",
+    ]
 
 
 @pytest.mark.parametrize("target", ["/srv/cache/wandb/core.log", "../../above", "real/../../above"])
@@ -69,7 +108,7 @@ def test_link_that_leads_out_is_refused_with_advice(tmp_path: Path, target: str)
         collect_files(tmp_path, ())
     assert caught.value.code == ExitCode.USAGE
     (tmp_path / ".meshignore").write_text("wandb/\n")
-    assert sorted(collect_files(tmp_path, ())) == ["work/.meshignore", "work/real/a.txt"]
+    assert sorted(collect_files(tmp_path, ())) == ["work/.meshignore", "work/real", "work/real/a.txt"]
 
 
 def test_too_large_directory_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

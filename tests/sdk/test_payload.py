@@ -37,6 +37,13 @@ def test_payload_excludes_installed_packages(tmp_path: Path, monkeypatch: pytest
     assert _own_modules(Call(own.f), tmp_path) == []
 
 
+def test_empty_directories_of_the_working_directory_are_packed(tmp_path: Path) -> None:
+    (tmp_path / "project" / "logs").mkdir(parents=True)
+    (tmp_path / "project" / "data.txt").write_text("x")
+    pack(Call(len, "x"), tmp_path / "packed", tmp_path / "project", "pickle")
+    assert (tmp_path / "packed" / "logs").is_dir() and (tmp_path / "packed" / "data.txt").is_file()
+
+
 def run(call: Call, where: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run the call in this process as `launch.py` does; the result is in `where`."""
     monkeypatch.setenv("MESH_OUT_DIR", str(where))

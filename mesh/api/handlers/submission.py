@@ -338,6 +338,7 @@ class SubmissionHandlers:
                 seal=lambda payload: seal(self._identity, self._trust.mesh_id, "manifest", payload),
                 cipher=cipher,
                 user=self._lookup.user,
+                whole=False,
             )
         except StoreError as error:
             raise MeshError(f"the working directory could not be packed: {error}") from error
