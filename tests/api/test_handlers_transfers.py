@@ -84,6 +84,7 @@ async def test_save_reports_its_progress(world: World, tmp_path: Path, monkeypat
         loss,
         save_schedule,
         lambda *said: None,
+        {},
     )
     saving = asyncio.create_task(
         writer.checkpoint({"ckpt": tmp_path / "new"}, SaveCheckpoint(7, None, False), boot_s(), 3)
