@@ -30,9 +30,9 @@ DIGITS = re.compile(r"\d+")  # digits of a path are usually the step
 class Saver:
     """Saves one checkpoint. `bases` are an earlier checkpoint's chunks by label.
 
-    `hold` keeps an existing chunk from being collected, and returns None if it is not in the store. `places` are the prefixes by
-    the directories as whoever wrote the links saw them: an absolute link below one becomes relative, and a link that still leads
-    out of its tree is left out. Without `places` it is refused.
+    `hold` keeps an existing chunk from being collected, and returns None if it is not in the store. `places` maps directories,
+    as the program that made the links sees them, to prefixes: an absolute link below one becomes relative, and a link that still
+    leads out of its tree is left out. Without `places` it is refused.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class Saver:
     ) -> None:
         self._writer, self._pool, self._threads, self._cipher = writer, pool, threads, cipher
         self._hold, self._read_chunk, self._bases, self._compress = hold, read_chunk, bases, compress
-        self._places = places
+        self._places = (
+            None if places is None else sorted(places.items(), key=lambda place: -len(place[0]))
+        )  # inner first
         self._held: set[str] = set()
         self._encodings: dict[str, Encoding] = {}
         self._same_shape: Counter[str] = Counter()
@@ -90,11 +92,10 @@ class Saver:
 
     def _add_link(self, prefix: str, mode: int, target: str) -> None:
         check_text(target)
-        for place in sorted(self._places or {}, key=len, reverse=True):  # the innermost first
+        for place, saved_as in self._places or ():
             below = target.removeprefix(place)
             if below != target and below[:1] in {"", "/"} and ".." not in below.split("/"):
-                assert self._places is not None
-                target = os.path.relpath(f"/{self._places[place]}{below}", f"/{prefix}/..")
+                target = os.path.relpath(f"/{saved_as}{below}", f"/{prefix}/..")
                 break
         try:
             check_link(prefix, target)

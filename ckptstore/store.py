@@ -49,9 +49,7 @@ THREADS = min(4, os.cpu_count() or 1)  # for reading, hashing and encoding; each
 KNOWN_MANIFESTS, KNOWN_BYTES = 1024, 64 << 20  # decoded manifests kept in memory, and their sealed bytes (own choice)
 WORKDIRS, WORKDIR_BYTES = 4096, 8 << 30  # of another user (own choice)
 WORKDIR_SHARE = 4  # at most a quarter of their quota (own choice)
-BLOCK_BYTES = (
-    4096  # that a manifest, or a restored file, counts for at least: a block and an inode of most file systems
-)
+BLOCK_BYTES = 4096  # the least that a manifest or a restored file counts for: a block and an inode of most file systems
 
 
 FenceUse = Literal["raise", "check", "ignore"]

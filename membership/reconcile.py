@@ -13,7 +13,9 @@ from membership.records import Digest
 
 FRAME_LIMIT = 4 * 1024 * 1024  # a digest of 4096 nodes with 16 sections each
 DELTA_BYTES = 1024 * 1024  # the rest follows in the next exchange
-STRANGER_FRAME_BYTES = 8 * 1024  # decoded from whoever signs it: more than any chain (own choice)
+STRANGER_FRAME_BYTES = (
+    8 * 1024
+)  # of a stranger, decoded before its chain is verified: more than any chain has (own choice)
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

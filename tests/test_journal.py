@@ -111,11 +111,17 @@ async def test_journal_keeps_the_newest_paths(tmp_path: Path, monkeypatch: pytes
     kept.close()
 
 
-async def test_node_events_outlast_events_of_busy_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, kept in (("EVENTS_KEPT", 3), ("AUDIT_KEPT", 2), ("TRIM_EVERY", 10)):
+async def bounded(directory: Path, monkeypatch: pytest.MonkeyPatch, **bounds: int) -> Journal:
+    """Return an open journal with these bounds, which trims often."""
+    for name, kept in {**bounds, "TRIM_EVERY": 10}.items():
         monkeypatch.setattr(f"mesh.journal.{name}", kept)
-    journal = Journal(tmp_path / "journal.sqlite")
+    journal = Journal(directory / "journal.sqlite")
     await journal.open()
+    return journal
+
+
+async def test_node_events_outlast_events_of_busy_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = await bounded(tmp_path, monkeypatch, EVENTS_KEPT=3, AUDIT_KEPT=2)
     for number in range(3):
         journal.record_event(A, said(None, number), b"node %d" % number)
     for number in range(20):
@@ -132,10 +138,7 @@ async def test_no_job_displaces_the_events_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:
     """A member can report events of their own jobs without end, to witnesses that keep those of others."""
-    for name, kept in (("EVENTS_KEPT", 40), ("EVENTS_OF_NODE", 30), ("EVENTS_SURE", 3), ("TRIM_EVERY", 10)):
-        monkeypatch.setattr(f"mesh.journal.{name}", kept)
-    journal = Journal(tmp_path / "journal.sqlite")
-    await journal.open()
+    journal = await bounded(tmp_path, monkeypatch, EVENTS_KEPT=40, EVENTS_OF_NODE=30, EVENTS_SURE=3)
     for number in range(4):
         journal.record_event(A, said(JOB, number), b"job %d" % number)
     for number in range(200):

@@ -12,6 +12,7 @@ Role = Literal["provider", "user"]
 # Absolute, since the daemon has another working directory than its caller. PATH_MAX of Linux.
 AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00]*$", max_length=4096)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+ANY_END = "any:"  # before a job in `after`: however that ends
 LONGEST_PAUSE_S = 366 * 86_400.0  # of a pause that ends by itself (own choice)
 
 

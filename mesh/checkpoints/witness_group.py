@@ -27,7 +27,7 @@ Present = tuple[Config, Records]
 
 
 class Words(NamedTuple):
-    """What witnesses say of a job: the records of most of a group; or only those of a `few`, of which one may lie."""
+    """What witnesses say of a job: the records of most of a group; or, with `few`, those of fewer, of which one may lie."""
 
     records: Records = MappingProxyType({})
     few: bool = False

@@ -1,6 +1,7 @@
 """Working directory of a job: the files to send, and their size."""
 
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,14 +72,15 @@ def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
         names[:] = sorted(n for n in names if not rules.ignores(below / n, True))
         links = [name for name in names if (here / name).is_symlink()]
         names[:] = [name for name in names if name not in links]
-        for place, name in enumerate((*names, *sorted([*files, *links]))):
-            path, is_directory = here / name, place < len(names)
-            if not is_directory and (rules.ignores(below / name, False) or not (path.is_file() or path.is_symlink())):
-                continue
+        others = [name for name in sorted([*files, *links]) if not rules.ignores(below / name, False)]
+        others = [name for name in others if (here / name).is_file() or (here / name).is_symlink()]
+        for name in (*names, *others):
+            path = here / name
             sent = f"work/{(below / name).as_posix()}"
             if path.is_symlink():
                 _check_link(sent, path)
-            total += 0 if is_directory else path.lstat().st_size
+            info = path.lstat()
+            total += 0 if stat.S_ISDIR(info.st_mode) else info.st_size
             found[sent] = path
             if total > LIMIT_BYTES or len(found) > LIMIT_FILES:
                 raise MeshError(

@@ -141,8 +141,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     Where: the job runs on `least_nodes` to `most_nodes` nodes at once, each with the GPUs and memory it asks for. `gpu_model`
     is a part of the GPU's name; `capability` and `driver` are minimum versions. `on` (empty: any node) and `not_on` name nodes.
-    `image_id` is the SHA-256 of the image's
-    configuration as in the mesh's list at submission, or None where an image goes by its name.
+    `image_id` is the SHA-256 of the image's configuration as in the mesh's list at submission, or None where an image goes by
+    its name.
 
     GPUs: `gpu_share` is the guaranteed per cent of each GPU's time, `gpu_share_limit` what the job may use while others leave
     it idle. For a share, `vram_mib` is guaranteed and `vram_limit_mib` (0: no more than that) may be used while no other

@@ -130,9 +130,8 @@ class Observer:
 
         seen = self._files[max(self._files)]
         begun, now = self._running_unix(max(self._files)), time.time()
-        entries, opened = [], self._directory_state.open
+        entries = []
         with suppress(OSError):
-            opened = open_for_writing(files_below(seen.base / "ckpt").values())
             for path in sorted((seen.base / "ckpt").iterdir()):
                 tree = _tree(path)
                 newest = max((time_ns for _, time_ns in tree.values()), default=0) / 1e9
@@ -144,7 +143,9 @@ class Observer:
             outside = [(name, size) for name, (size, time_ns) in found if name and begun and time_ns / 1e9 > begun]
         if entries or outside or not self._directory_state.entries:
             largest = sorted(outside, key=lambda stray: -stray[1])[:STRAYS_TOLD] or self._directory_state.outside
-            entries = entries or list(self._directory_state.entries)
+            entries, opened = entries or list(self._directory_state.entries), self._directory_state.open
+            with suppress(OSError):  # the job may delete files meanwhile
+                opened = open_for_writing(files_below(seen.base / "ckpt").values())
             self._directory_state = DirectoryState(
                 tuple(entries), opened, tuple(largest), self._directory_state.trouble
             )

@@ -15,7 +15,7 @@ from mesh.consensus.status import JobStatus
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec
 from tests.checkpoints.test_retention import DAY_S, NOW, ONE, THREE, TWO, journal, told
-from tests.ckptstore.worlds import fake_seal, open_store, stream, write_tree
+from tests.ckptstore.worlds import open_store, save, stream, write_tree
 from tests.consensus.worlds import make_spec
 
 __all__ = ["journal"]  # a fixture
@@ -62,19 +62,8 @@ class Holder:
 
 def upload(store: Store, directory: Path, user: str, size: int) -> bytes:
     write_tree(directory / "in", {"train.py": os.urandom(size)})
-    saved = store.save(
-        {"work": directory / "in"},
-        job=bytes(16),
-        config=0,
-        term=0,
-        seq=0,
-        parent=None,
-        kind="workdir",
-        created_unix=1,
-        seal=fake_seal,
-        user=user,
-    )
-    return saved.id
+    work = directory / "in"
+    return save(store, work, 0, 0, job=bytes(16), prefix="work", kind="workdir", created_unix=1, user=user).id
 
 
 @pytest.fixture

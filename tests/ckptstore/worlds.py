@@ -2,11 +2,13 @@
 
 import ctypes
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ckptstore.cipher import StateCipher
 from ckptstore.encoding import RAW
-from ckptstore.manifest import Seal
+from ckptstore.manifest import Kind, Seal
 from ckptstore.pack import chunk_name, encode_header, wrap
 from ckptstore.store import SavedManifest, Store
 
@@ -33,7 +35,7 @@ CIPHER = StateCipher(b"a key of a job's, of 32 bytes...")
 
 def save(
     store: Store,
-    path: Path,
+    saved: Path | Mapping[str, Path],
     seq: int = 1,
     term: int = 1,
     parent: bytes | None = None,
@@ -42,21 +44,24 @@ def save(
     compress: bool = True,
     seal: Seal = fake_seal,
     prefix: str = "ckpt",
-    places: dict[str, str] | None = None,
+    kind: Kind = "checkpoint",
+    created_unix: int = 1_800_000_000,
+    **more: Any,
 ) -> SavedManifest:
+    """Save a directory, or several under their prefixes, with what `Store.save` takes besides."""
     return store.save(
-        {prefix: path},
+        {prefix: saved} if isinstance(saved, Path) else saved,
         job=job,
         config=0,
         term=term,
         seq=seq,
         parent=parent,
-        kind="checkpoint",
-        created_unix=1_800_000_000,
+        kind=kind,
+        created_unix=created_unix,
         seal=seal,
         compress=compress,
         cipher=cipher,
-        places=places,
+        **more,
     )
 
 

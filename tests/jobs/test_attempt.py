@@ -41,7 +41,7 @@ from mesh.jobs.logs import SNAPSHOT_BYTES
 from mesh.model.record import Attempt as Attempted
 from mesh.model.record import Commit, JobRecord
 from mesh.model.spec import Checkpointing
-from tests.ckptstore.worlds import fake_seal, open_store, save
+from tests.ckptstore.worlds import open_store, save
 from tests.consensus.worlds import A, B, C, D, E, make_spec
 
 WAIT_S, MIB = 30.0, 1 << 20
@@ -332,17 +332,7 @@ async def test_logs_of_a_checkpoint_that_are_too_large_are_left_out(tmp_path: Pa
     for size, left_out in ((SNAPSHOT_BYTES - 2 * BLOCK_BYTES, False), (SNAPSHOT_BYTES, True)):
         os.truncate(tmp_path / "saved" / "log" / "000.txt.times", size)
         roots = {name: tmp_path / "saved" / name for name in ("log", "ckpt")}
-        saved = store.save(
-            roots,
-            job=b"j" * 16,
-            config=0,
-            term=1,
-            seq=1,
-            parent=None,
-            kind="checkpoint",
-            created_unix=0,
-            seal=fake_seal,
-        )
+        saved = save(store, roots, job=b"j" * 16)
         engine = LateEngine(waits=False)
         engine.late.set()
         root = tmp_path / f"{left_out}"

@@ -5,7 +5,7 @@ import pytest
 from mesh.jobs import workdir
 from mesh.jobs.workdir import collect_files
 from mesh.util.errors import ExitCode, MeshError
-from tests.ckptstore.worlds import fake_seal, open_store
+from tests.ckptstore.worlds import open_store, save
 
 
 def make(directory: Path, *names: str) -> None:
@@ -71,18 +71,7 @@ def test_directories_are_collected_even_without_files(tmp_path: Path) -> None:
     directories = {"work/lib", "work/logs", "work/logs/deep", "work/old"}
     assert files.keys() == {"work/.gitignore", "work/lib/net.py", "work/train.py"} | directories
     store = open_store(tmp_path / "store")
-    saved = store.save(
-        files,
-        job=bytes(16),
-        config=0,
-        term=0,
-        seq=0,
-        parent=None,
-        kind="workdir",
-        created_unix=0,
-        seal=fake_seal,
-        whole=False,
-    )
+    saved = save(store, files, kind="workdir", whole=False)
     store.restore(saved.id, tmp_path / "restored", prefix="work")
     assert (tmp_path / "restored" / "logs" / "deep").is_dir()
     assert not list((tmp_path / "restored" / "old").iterdir()), "what is ignored stays here"

@@ -153,7 +153,8 @@ async def test_guest_is_stopped_once_and_goes_on_when_the_owner_leaves(monkeypat
     assert world.states() == ["suspended", "goes on", "suspended"], "and stops again"
 
 
-async def test_guest_whose_owner_comes_back_while_it_resumes_is_stopped_once_it_has() -> None:
+async def held_up() -> tuple[World, asyncio.Event]:
+    """Return a world with a suspended guest, which resumes only once the event is set."""
     world, gate = World(JOB, guarded=True), asyncio.Event()
 
     async def slow(tenant: Any, by: str) -> str:
@@ -162,6 +163,11 @@ async def test_guest_whose_owner_comes_back_while_it_resumes_is_stopped_once_it_
 
     await world.look(SUSPEND_GPU)
     world.resume = slow  # type: ignore[method-assign]
+    return world, gate
+
+
+async def test_guest_whose_owner_comes_back_while_it_resumes_is_stopped_once_it_has() -> None:
+    world, gate = await held_up()
     await world.look(LEND)
     await world.look(LEND)
     await world.look(SUSPEND)
@@ -255,14 +261,7 @@ async def test_stopped_guest_runs_again_for_its_notice() -> None:
 @pytest.mark.parametrize("later", [VACATE, SUSPEND_GPU])
 async def test_guest_leaves_although_the_caller_stops_waiting(later: Stand) -> None:
     """Ctrl-C of `mesh reclaim` while the driver brings its memory back: an order by hand holds, whatever the owner does then."""
-    world, gate = World(JOB, guarded=True), asyncio.Event()
-
-    async def slow(tenant: Any, by: str) -> str:
-        await gate.wait()
-        return ""
-
-    await world.look(SUSPEND_GPU)
-    world.resume = slow  # type: ignore[method-assign]
+    world, gate = await held_up()
     for _ in range(2):  # and asks again
         order = asyncio.create_task(
             world.reclaimer.leave([JOB], Leave(30.0, 0.0, "the owner says so", "by hand", True))

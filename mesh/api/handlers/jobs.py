@@ -16,7 +16,7 @@ from mesh.api import schemas
 from mesh.api.handlers.gpus import room
 from mesh.api.handlers.lookup import JobLookup, find_node, nick_in, nicks_of, require_free
 from mesh.api.queries import JobsQuery
-from mesh.api.requests import MigrateOrder
+from mesh.api.requests import ANY_END, MigrateOrder
 from mesh.checkpoints.keys import NoKey
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.forced_reconfiguration import Plan, RecoveryError, encode_reconfiguration, make_plan
@@ -167,7 +167,7 @@ class JobHandlers:
             asked["secret_nodes"] = [nick_in(nicks, node) for node in spec.secrets.nodes]
         if spec.uv is not None:
             asked["environment"] = spec.uv.lock
-        asked["after"] = [*map(format_job, spec.after), *(f"any:{format_job(job)}" for job in spec.after_any)]
+        asked["after"] = [*map(format_job, spec.after), *(ANY_END + format_job(job) for job in spec.after_any)]
         events = await self.events(format_job(status.job), 0)
         return schemas.jobs.Described(
             job=self.show(whole), asked=asked, group=status.config.number, events=events[-EVENTS_SHOWN:]

@@ -24,7 +24,7 @@ from mesh.api.handlers.data import DataHandlers
 from mesh.api.handlers.images import ImageHandlers
 from mesh.api.handlers.lookup import JobLookup, NodeLookup, find_node, require_free
 from mesh.api.handlers.secrets import SecretHandlers
-from mesh.api.requests import SubmitOrder
+from mesh.api.requests import ANY_END, SubmitOrder
 from mesh.checkpoints.key_shares import seal_shares
 from mesh.checkpoints.replica_policy import NEED_MIB
 from mesh.consensus.proposer import WANT_WITNESSES
@@ -51,7 +51,6 @@ from mesh.util.errors import ExitCode, MeshError
 from mesh.util.task_set import TaskSet
 from placement.decision import cannot_ever, replica_order, witness_order
 
-ANY_END = "any:"  # before a job in `--after`: however that ends
 WORKDIR_REPLICAS = 2
 NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_])?")  # of a job
 LEAST_MEMORY_MIB = 6  # Docker's least

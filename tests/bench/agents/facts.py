@@ -1,4 +1,4 @@
-"""What a driver answers to the questions on which the guard depends. `facts.py [NAME ...]` prints an object of answers.
+"""The answers of a driver to the questions on which the guard depends. `facts.py [NAME ...]` prints them as a JSON object.
 
 The fake driver answers likewise: a test compares it with what a real one answered (`tests/fake/h100.json`). Each question has
 a process of its own.
@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,15 +132,24 @@ def accounts(driver: Driver) -> dict[str, list[int]]:
     return {name: beside(driver, kernel, NON_BLOCKING, MODES["global"], call) for name, call in calls.items()}
 
 
-def captured_event(driver: Driver) -> list[int]:
-    """Codes of questions about an event recorded in a capture: during it, after it, and once the event is recorded again."""
+def capturing(driver: Driver) -> tuple[int, int]:
+    """Return a stream in a capture with one kernel, and an event that is not recorded yet."""
     driver.start()
-    kernel, stream, graph = driver.kernel("k_1us"), driver.out("cuStreamCreate", NON_BLOCKING), ctypes.c_uint64()
-    event = driver.out("cuEventCreate", 0)
+    kernel, stream, event = (
+        driver.kernel("k_1us"),
+        driver.out("cuStreamCreate", NON_BLOCKING),
+        driver.out("cuEventCreate", 0),
+    )
     driver.cuStreamBeginCapture_v2(stream, MODES["relaxed"])
     driver.launch(kernel, stream)
+    return stream, event
+
+
+def captured_event(driver: Driver) -> list[int]:
+    """Codes of questions about an event recorded in a capture: during it, after it, and once the event is recorded again."""
+    stream, event = capturing(driver)
     codes = [driver.code("cuEventRecord", event, stream), driver.code("cuEventQuery", event)]
-    codes.append(driver.code("cuStreamEndCapture", stream, ctypes.byref(graph)))
+    codes.append(driver.code("cuStreamEndCapture", stream, ctypes.byref(ctypes.c_uint64())))
     codes.append(driver.code("cuEventQuery", event))
     codes.append(driver.code("cuEventRecord", event, stream))
     driver.cuCtxSynchronize()
@@ -150,17 +158,14 @@ def captured_event(driver: Driver) -> list[int]:
 
 def kept_event(driver: Driver) -> list[int]:
     """Codes of the end of a capture that has recorded an event, and of a question about that event."""
-    driver.start()
-    kernel, stream, graph = driver.kernel("k_1us"), driver.out("cuStreamCreate", NON_BLOCKING), ctypes.c_uint64()
-    event = driver.out("cuEventCreate", 0)
-    driver.cuStreamBeginCapture_v2(stream, MODES["relaxed"])
-    driver.launch(kernel, stream)
+    stream, event = capturing(driver)
     driver.cuEventRecord(event, stream)
-    return [driver.code("cuStreamEndCapture", stream, ctypes.byref(graph)), driver.code("cuEventQuery", event)]
+    end = driver.code("cuStreamEndCapture", stream, ctypes.byref(ctypes.c_uint64()))
+    return [end, driver.code("cuEventQuery", event)]
 
 
 def waits(driver: Driver) -> dict[str, bool]:
-    """Whether work waits for 50 ms of work in another stream."""
+    """Return whether work waits for 50 ms of work in another stream: then it ends later."""
     context = driver.start()
     slow, quick = driver.kernel("k_50ms"), driver.kernel("k_1us")
     streams = {
@@ -178,19 +183,18 @@ def waits(driver: Driver) -> dict[str, bool]:
         for second, other in streams.items():
             if first != second:
                 driver.launch(slow, one)
+                behind = driver.record(one)
                 driver.launch(quick, other)
                 event = driver.record(other)
-                time.sleep(0.005)
-                found[f"{second} for {first}"] = driver.code("cuEventQuery", event) != 0
                 driver.cuCtxSynchronize()
+                found[f"{second} for {first}"] = driver.elapsed_ms(behind, event) >= 0
     driver.launch(slow, streams["blocking"])
-    mark = driver.record(LEGACY)
+    behind, mark = driver.record(streams["blocking"]), driver.record(LEGACY)
     driver.launch(quick, streams["another blocking"])
     event = driver.record(streams["another blocking"])
-    time.sleep(0.005)
-    found["an event in the legacy stream for blocking"] = driver.code("cuEventQuery", mark) != 0
-    found["another blocking behind an event in the legacy stream"] = driver.code("cuEventQuery", event) != 0
     driver.cuCtxSynchronize()
+    found["an event in the legacy stream for blocking"] = driver.elapsed_ms(behind, mark) >= 0
+    found["another blocking behind an event in the legacy stream"] = driver.elapsed_ms(behind, event) >= 0
     driver.launch(slow, PER_THREAD)
     found["the per-thread stream of another thread is idle"] = (
         in_thread(driver, context, lambda: driver.code("cuStreamQuery", PER_THREAD)) == 0
@@ -438,7 +442,7 @@ def granularity(driver: Driver) -> dict[str, int]:
 
 
 def identities(driver: Driver) -> dict[str, Any]:
-    """What cuGetProcAddress says at the edges."""
+    """Return what cuGetProcAddress says of names and versions that are not usual."""
     driver.cuInit(0)
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
