@@ -718,20 +718,27 @@ def queue_depth(machine: Machine) -> list[Row]:
 
 
 def killed(machine: Machine) -> list[Row]:
-    """Measure the time from SIGKILL until NVML no longer counts the process's memory."""
-    taken = []
+    """Measure the time from SIGKILL until the job's lock falls, and until NVML no longer counts its memory."""
+    unlocked, freed = [], []
     for _ in range(5):
-        before, process = machine.used(), machine.start("hold", "1")
-        try:
-            expect(process)
-            process.send_signal(signal.SIGKILL)
-            begun = time.perf_counter()
-            while machine.used() > before + (64 << 20) and time.perf_counter() - begun < 10:
-                time.sleep(0.001)
-            taken.append((time.perf_counter() - begun) * 1000)
-        finally:
-            end(process)
-    return [row(KILLED, taken, "ms", goal="", met=None)]
+        with machine.job() as job:
+            before, process = machine.used(), machine.start("hold", "1", env=job.process_env())
+            try:
+                expect(process)
+                process.send_signal(signal.SIGKILL)
+                begun = time.perf_counter()
+                unlocked.append(ms_until(lambda: not job.charges(), begun))
+                freed.append(ms_until(lambda most=before + (64 << 20): machine.used() <= most, begun))
+            finally:
+                end(process)
+    return [row(UNLOCKED, unlocked, "ms", goal="", met=None), row(KILLED, freed, "ms", goal="", met=None)]
+
+
+def ms_until(is_so: Callable[[], bool], begun: float) -> float:
+    """Return the ms from `begun` (of time.perf_counter) until it is so, at most 10 s."""
+    while not is_so() and time.perf_counter() - begun < 10:
+        time.sleep(0.001)
+    return (time.perf_counter() - begun) * 1000
 
 
 def checkpoint(machine: Machine, gib: int) -> list[Row]:
@@ -782,7 +789,7 @@ READY = "an event recorded after a wait is ready"
 CLOCKS = "clock of the multiprocessors while measuring"
 GATE = "gate closed -> last kernel done, kernels of 250 us"
 DEPTH = "launches that the driver queues"
-KILLED = "SIGKILL -> memory free"
+UNLOCKED, KILLED = "SIGKILL -> lock free", "SIGKILL -> memory free"
 
 
 def overhead_name(workload: str) -> str:
@@ -813,7 +820,7 @@ def parts() -> Iterator[Part]:
     yield [(EXPORTS, "calls", "0")], exports
     yield [(DEPTH, "launches", "")], queue_depth
     yield [(GATE, "ms", "window + kernel + 1 ms")], gate
-    yield [(KILLED, "ms", "")], killed
+    yield [(UNLOCKED, "ms", ""), (KILLED, "ms", "")], killed
     for gib in SIZES_GIB:
         lines = [(name, "s", "") for name in checkpoint_names(gib)]
         yield lines, lambda machine, gib=gib: checkpoint(machine, gib)
