@@ -83,10 +83,11 @@ class Dockerd:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            if self._live:
-                with client_of(self.host) as client:
+            with client_of(self.host) as client:
+                if self._live:
                     for container in client.containers.list(all=True, ignore_removed=True):
                         container.remove(force=True)
+                client.networks.prune()  # their bridges would outlive the engine
             self.stop()
         _end_shims(self._root)
         _unmount(self._root)

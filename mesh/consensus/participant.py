@@ -373,7 +373,10 @@ class Participant:
         if accepted:
             effects += self._keep_warrants(message, witness)
         runs_on = message.record.outcome is None and sender in message.config.nodes
-        if accepted and runs_on and message.holder is None and held is None:
+        own_term = (
+            message.term > FIRST_TERM or sender == witness.spec.submitter
+        )  # any node may bring a submission again
+        if accepted and runs_on and own_term and message.holder is None and held is None:
             self.leaders[job].rival_seen(sender, PATIENCE_S, at)  # that leader keeps the job waiting
         if sender == self.me and job in self._first_terms:
             self.leaders[job].await_first_term(at)

@@ -833,6 +833,21 @@ def test_leader_pauses_while_a_rival_prepares() -> None:
     assert (turn.name, turn.at) == ("turn", 60 + PREPARED_S)
 
 
+def test_leader_goes_on_when_another_node_brings_its_submission_again() -> None:
+    """Its pause is that of a leader which keeps the job waiting; nobody would lead the job, and no user could end it."""
+    node, spec = submitter_second_in_line(), make_spec(witnesses=voters(B, A, C), after=(b"k" * 16,))
+    first = [message for to, message in messages(node.submit(JOB, SPEC_BYTES, spec, at(0)), Accept) if to == A]
+    own = msgspec.structs.replace(first[0], spec=SPEC_BYTES)  # type: ignore[type-var]
+    node._rules = msgspec.structs.replace(node._rules, open_spec=lambda job, sealed: spec)
+    node.receive(A, own, at(0))
+    accepts_first_round(node)
+    assert node.leaders[JOB].state == "waiting"
+    again = make_participant(B).submit(JOB, SPEC_BYTES, spec, at(2))
+    (brought,) = [message for to, message in messages(again, Accept) if to == A]
+    assert messages(node.receive(B, brought, at(2)), Accepted)
+    assert node.leaders[JOB].state == "waiting"
+
+
 def test_replaced_node_ignores_groups_before_its_replacement() -> None:
     node = make_participant()
     introduce(node)
