@@ -292,8 +292,5 @@ def test_two_of_three_founders_revoke(home: Path) -> None:
     alone = mesh(first, "member", "revoke", "victim", "--yes")
     assert alone.returncode == 0 and "not revoked yet: 1 of 2 founders" in alone.stdout
     assert "another founder's node" in alone.stderr and alive(first) == {"one", "two", "victim"}
-    until(
-        lambda: "is revoked" in ok(second, "member", "revoke", "victim", "--yes"),
-        "the second founder to have heard of the first one's signature",
-    )
+    ok(second, "member", "revoke", "victim", "--yes")  # before or after it has heard of the first one's signature
     until(lambda: alive(first) == {"one", "two"}, "the revocation to take effect")
