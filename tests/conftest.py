@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from mesh.daemon import stack
+from tests import forks
 from tests.cleanup import cleanup
 from tests.container_images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
@@ -71,3 +73,4 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if unknown:
         raise pytest.UsageError(f"{REQUIRE} names tiers that do not exist: {', '.join(sorted(unknown))}")
     cleanup()
+    stack.start_daemon = forks.start_daemon

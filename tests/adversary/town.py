@@ -10,11 +10,11 @@ from membership.identity import Identity
 from membership.trust import PROVIDER, ROLES, USER, TrustStore, admit_node, found_mesh
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.messages import AnyMessage, encode_message
-from mesh.daemon.launcher import start_daemon
 from mesh.daemon.layout import save_membership
 from mesh.daemon.stack import LOOPBACK, Stack, StackNode
 from mesh.rpc.client import Address, PeerClient, PeerError
 from tests.e2e.commands import read
+from tests.forks import start_daemon
 
 # nick: user, roles, whether it lends
 PEOPLE = {

@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from mesh.cli.main import cli
 from mesh.daemon.stack import LOOPBACK, Stack, StackNode
 from mesh.util import cgroups
+from tests import forks
 
 WAIT_S = 60.0
 ENDLESS = 1_000_000  # steps of 1/50 s each
@@ -46,6 +47,9 @@ def mesh(
     **env: str,
 ) -> Done:
     """Run one command to its end. `within` is a wrapper command such as `ip netns exec`."""
+    env = {**os.environ, "COLUMNS": "160", **env}
+    if not within:
+        return forks.run([*_chosen(state), *arguments], input_text, cwd, timeout_s, env)
     return subprocess.run(
         [*within, *command(state, *arguments)],
         input=input_text,
@@ -54,7 +58,7 @@ def mesh(
         cwd=cwd,
         timeout=timeout_s,
         check=False,
-        env={**os.environ, "COLUMNS": "160", **env},
+        env=env,
     )
 
 

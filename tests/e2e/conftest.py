@@ -13,7 +13,7 @@ from tests.e2e.commands import mesh
 LOG_SHOWN = 4000  # characters of each daemon's log (own choice)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # its daemons would idle during the tests of other packages
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Four nodes for tests that do not change them."""
     with Stack(4, overrides={"slots": 4, "grace_s": 10.0, **seen(tmp_path_factory)}) as stack:
