@@ -37,8 +37,8 @@ class Fork:
     def __init__(self, module: str, arguments: list[str], files: list[int], cwd: Path, env: dict[str, str]) -> None:
         self._answers, starter = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with starter:
-            socket.send_fds(server(module, *inherited(env))[0], [b"f"], [*files, starter.fileno()])
-        self._answers.send(json.dumps([arguments, str(cwd.absolute()), env]).encode())
+            order = json.dumps([arguments, str(cwd.absolute()), env]).encode()
+            socket.send_fds(server(module, *inherited(env))[0], [order], [*files, starter.fileno()])
         self.returncode: int | None = None
         self.pid = self._answer()
 
@@ -99,7 +99,7 @@ def inherited(env: dict[str, str]) -> tuple[Any, ...]:
 @cache
 def server(module: str, variables: tuple[tuple[str, str], ...], *_: Any) -> tuple[socket.socket, Any]:
     """Start a server; return the socket for orders, and the process, which ends when this one does."""
-    orders, theirs = socket.socketpair()
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     env = {name: value for name, value in os.environ.items() if not name.startswith(READ_ONCE)} | dict(variables)
     command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), module]
     with theirs:
@@ -117,11 +117,11 @@ def main() -> None:
     importlib.import_module(USED[module])
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.freeze()  # a collection in a fork would copy what it shares
-    become(module, serve(socket.socket(fileno=int(orders))), interrupt)
+    become(module, *serve(socket.socket(fileno=int(orders))), interrupt)
 
 
-def serve(orders: socket.socket) -> list[int]:
-    """Fork for each order and report its end, until the test run ends. Return the descriptors of an order in its fork."""
+def serve(orders: socket.socket) -> tuple[bytes, list[int]]:
+    """Fork for each order and report its end, until the test run ends. In a fork, return its order and descriptors."""
     forks: dict[int, tuple[int, int]] = {}  # pidfd -> pid, descriptor for answers
     poller = select.poll()
     poller.register(orders, select.POLLIN)
@@ -133,13 +133,13 @@ def serve(orders: socket.socket) -> list[int]:
                 answer(starter, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 closed = [starter, ready]
             else:
-                order, descriptors, _, _ = socket.recv_fds(orders, 1, 4)
+                order, descriptors, _, _ = socket.recv_fds(orders, MESSAGE_BYTES, 4)
                 if not order:
                     sys.exit()
                 pid = os.fork()
                 if pid == 0:
                     orders.detach()
-                    return descriptors
+                    return order, descriptors
                 *closed, starter = descriptors
                 answer(starter, pid)
                 watched = os.pidfd_open(pid)
@@ -154,11 +154,10 @@ def answer(starter: int, number: int) -> None:
         os.write(starter, b"%d" % number)
 
 
-def become(module: str, descriptors: list[int], interrupt: Any) -> None:
+def become(module: str, order: bytes, descriptors: list[int], interrupt: Any) -> None:
     """Run the program, as a process of its own."""
-    *files, starter = descriptors
-    arguments, cwd, env = json.loads(os.read(starter, MESSAGE_BYTES))
-    for number, descriptor in enumerate(files):
+    arguments, cwd, env = json.loads(order)
+    for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     signal.signal(signal.SIGINT, interrupt)
