@@ -62,8 +62,8 @@ def scaled(uploads: Sequence[Upload], now: float) -> tuple[list[int], list[int]]
         return [STEPS + 1] * len(uploads), [STEPS if step_s > 0 else 0] * len(uploads)
     taken = [upload.bytes / (slowest if upload.bps is None else upload.bps) for upload in uploads]
     # The tolerance keeps a rounding error from making an exact fit too long.
-    times = [min(STEPS + 1, math.ceil(seconds / step_s - 1e-6)) for seconds in taken]
-    return times, [min(STEPS, math.floor(window / step_s + 1e-6)) for window in windows]
+    times = [math.ceil(min(STEPS + 1, seconds / step_s - 1e-6)) for seconds in taken]
+    return times, [math.floor(min(STEPS, window / step_s + 1e-6)) for window in windows]
 
 
 def _slowest(uploads: Sequence[Upload]) -> float:

@@ -87,6 +87,8 @@ class Saver:
                 self.add(f"{prefix}/{child.name}", child, f"{real}/{child.name}")
         elif stat.S_ISREG(info.st_mode):
             self._add_file(prefix, path, real)
+        elif self._places is not None:  # of a program that has ended, or will open it again
+            self.left_out.append(prefix)
         else:
             raise BadPath(f"{path} is a socket, pipe or device: only files, directories and links can be saved")
 

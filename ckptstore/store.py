@@ -61,7 +61,7 @@ class SavedManifest(msgspec.Struct, frozen=True):
     manifest: Manifest
     new_bytes: int  # written for new chunks
     raw_bytes: int  # size of the new chunks before encoding
-    left_out: tuple[str, ...] = ()  # links that lead out of their trees
+    left_out: tuple[str, ...] = ()  # links that lead out of their trees, sockets and pipes
 
 
 class ManifestInfo(msgspec.Struct, frozen=True):

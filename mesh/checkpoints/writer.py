@@ -171,5 +171,5 @@ class CheckpointWriter:
         if saved.left_out and not self._left_out:
             self._left_out = True
             some = f"{saved.left_out[0]}, one of {len(saved.left_out)}," if saved.left_out[1:] else saved.left_out[0]
-            self._note_event(f"the link {some} leads out of its directory and is not saved", "left out")
+            self._note_event(f"{some} is not saved: a link out of its directory, a socket or a pipe", "left out")
         return saved

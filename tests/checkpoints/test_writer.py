@@ -212,7 +212,7 @@ async def test_user_is_told_once_of_a_link_that_cannot_be_saved(desk: Desk) -> N
     (desk.root / "in" / "data").symlink_to("/srv/data")
     for _ in range(2):
         await desk.save()
-    assert desk.noted == [("the link ckpt/data leads out of its directory and is not saved", "left out")]
+    assert desk.noted == [("ckpt/data is not saved: a link out of its directory, a socket or a pipe", "left out")]
 
 
 async def test_manifest_says_how_to_resume(desk: Desk) -> None:

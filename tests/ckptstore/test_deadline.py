@@ -68,6 +68,10 @@ def test_uploads_planned_on_time_are_on_time_and_work_is_bounded(uploads: list[U
             assert clock <= AIM * window + 1e-5 * max(1.0, *(u.deadline_s for u in uploads))
 
 
+def test_window_of_almost_no_time_is_too_short_for_any_upload() -> None:
+    assert plan([Upload(1.0, 10**13, 1e-310, 1.0)], 0.0).late == {0}
+
+
 def test_table_size_does_not_grow_with_upload_sizes() -> None:
     uploads = [Upload(i + 1, 10**12 * (i % 7 + 1), 3600.0 * (i + 1), 1e6) for i in range(64)]
     times, deadlines = scaled(uploads, 0.0)

@@ -202,6 +202,13 @@ def test_links_out_of_the_tree_and_special_files_are_refused(tmp_path: Path) -> 
     assert store.manifests() == []
 
 
+def test_pipe_is_refused_where_the_places_of_its_writer_are_not_known(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    os.mkfifo(tmp_path / "ckpt" / "pipe")
+    with pytest.raises(BadPath, match="socket, pipe or device"):
+        save(open_store(tmp_path / "store"), tmp_path / "ckpt")
+
+
 def test_links_are_saved_relative_or_left_out_where_the_places_of_their_writer_are_known(tmp_path: Path) -> None:
     places = {"/mesh/work": "work", "/mesh/ckpt": "ckpt", "/mesh/work/ckpts": "ckpt"}
     kept = {
@@ -220,9 +227,10 @@ def test_links_are_saved_relative_or_left_out_where_the_places_of_their_writer_a
     write_tree(tmp_path / "ckpt", {"step-5/w": b"x", "below/y": b"y"})
     for name, target in [*((name, target) for name, (target, _) in kept.items()), *left_out.items()]:
         (tmp_path / "ckpt" / name).symlink_to(target)
+    os.mkfifo(tmp_path / "ckpt" / "pipe")
     store = open_store(tmp_path / "store")
     saved = save(store, tmp_path / "ckpt", places=places)
-    assert sorted(saved.left_out) == sorted(f"ckpt/{name}" for name in left_out)
+    assert sorted(saved.left_out) == sorted(f"ckpt/{name}" for name in (*left_out, "pipe"))
     store.restore(saved.id, tmp_path / "out", prefix="ckpt")
     links = {
         str(path.relative_to(tmp_path / "out")): path for path in (tmp_path / "out").rglob("*") if path.is_symlink()
