@@ -11,6 +11,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
     """The faults of one run. Rates are shares of packets; an incident happens every `incident_every_s` on average.
 
     `broken_calls` is the share of calls between checkpoint stores that end half-way or get no answer, while gossip passes.
+    Every `brought_again_s`, to the end of the run, members bring the submissions of all unfinished jobs once more; 0: never.
     `wrong_clock_s` is the error of the last node's wall clock. Others may reject that node, but it must do no harm.
     `gentle` runs have only packet loss and stalls; no healthy node may be declared dead in them (M12).
     """
@@ -23,6 +24,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
     delay_s: tuple[float, float] = (0.0002, 0.005)
     slow: float = 0.0
     broken_calls: float = 0.0
+    brought_again_s: float = 0.0
     offset_s: float = 0.0
     wrong_clock_s: float = 0.0
     drift: float = 0.0
@@ -119,13 +121,14 @@ def draw_job_faults(seed: int, minutes: float) -> FaultPlan:
     every_s = rng.uniform(4.0, 30.0)
     if rng.random() < 0.15:
         faults = msgspec.structs.replace(faults, loss=rng.uniform(0.2, 0.4), duplicate=rng.uniform(0.2, 0.5))
-    stores = Random(f"stores/{seed}")
+    stores, again = Random(f"stores/{seed}"), Random(f"again/{seed}")
     incidents += [incident for incident in STORE_INCIDENTS if stores.random() < 0.5]
     return msgspec.structs.replace(
         faults,
         incidents=tuple(incidents),
         incident_every_s=every_s,
         broken_calls=stores.uniform(0.0, 0.3) if stores.random() < 0.5 else 0.0,
+        brought_again_s=again.uniform(1.0, 40.0) if again.random() < 0.2 else 0.0,
         wrong_clock_s=0.0,
         news_every_s=0.0,
         gentle=False,

@@ -885,6 +885,8 @@ class JobsWorld(MembershipWorld):
         rng = self.streams.get("world", "submit")
         for number in range(self._wanted):
             self.kernel.at(rng.uniform(10.0, 0.5 * self.faults.until_s), self._submit, number)
+        if self.faults.brought_again_s:
+            self.kernel.after(self.faults.brought_again_s, self._bring_again)
 
     def joins_after_s(self, node: MembershipNode) -> float:
         assert isinstance(node, JobNode)
@@ -1204,6 +1206,17 @@ class JobsWorld(MembershipWorld):
             self._echoes[kind].append((source, data, to))
         elif (place := self.streams.get("world", "echo").randrange(self._sent[kind])) < ECHOES_KEPT:
             self._echoes[kind][place] = (source, data, to)
+
+    def _bring_again(self) -> None:
+        """Let members bring the unfinished jobs to their witnesses once more, as any member may ask them to."""
+        rng = self.streams.get("world", "again")
+        up = [node for node in self.nodes if node.up and node.serving and not node.stalled and not node.old]
+        for job in sorted(self.accepted) if up else ():
+            records = [node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records]
+            if records and self.outcome(job) is None:
+                bringer = rng.choice(up)
+                bringer.take(partial(bringer.participant.submit, job, records[0].spec, self.specs[job]))
+        self.kernel.after(self.faults.brought_again_s, self._bring_again)
 
     def _steal(self, thief: JobNode, up: list[JobNode]) -> None:
         """A malicious member that no witness has chosen asks for terms, takes leases, names groups and calls jobs over."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from mesh.checkpoints.witness_group import Words
@@ -46,6 +47,12 @@ def test_rumours_start_and_fail_no_job(seed: int) -> None:
     for world in worlds:
         world.run()
     assert all(world.rumours for world in worlds)
+
+
+@pytest.mark.parametrize("seed", seeds(1, 4))
+def test_jobs_end_while_members_bring_them_again_and_again(seed: int) -> None:
+    faults = msgspec.structs.replace(QUIET, brought_again_s=5.0)
+    JobsWorld(seed, faults=faults, mesh=SMALL, work=WorkPlan(after=1.0, busy=1.0), job_checkers=[InOrder()]).run()
 
 
 @pytest.mark.parametrize("played", [(2,), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
