@@ -373,9 +373,8 @@ class Participant:
         if accepted:
             effects += self._keep_warrants(message, witness)
         runs_on = message.record.outcome is None and sender in message.config.nodes
-        own_term = (
-            message.term > FIRST_TERM or sender == witness.spec.submitter
-        )  # any node may bring a submission again
+        # Any node may bring a submission again.
+        own_term = message.term > FIRST_TERM or sender == witness.spec.submitter
         if accepted and runs_on and own_term and message.holder is None and held is None:
             self.leaders[job].rival_seen(sender, PATIENCE_S, at)  # that leader keeps the job waiting
         if sender == self.me and job in self._first_terms:
@@ -435,10 +434,10 @@ class Participant:
         return known is not None and Voter(self.me, known.disk) in known.config.everyone
 
     def _joins(self, witness: Witness, message: Accept) -> bool:
-        """Tell whether a group takes this node in that has no vote in the one it knows: it was replaced, or its disk was."""
-        known = witness.witness_record
-        named = Voter(self.me, known.disk) in message.config.everyone and message.reconfiguration is None
-        return named and message.config.order > known.config.order and not self.votes(known.job)
+        """Tell whether a later group takes in this node, which has no vote in the one it knows: it, or its disk, was replaced."""
+        known, config = witness.witness_record, message.config
+        named = config.number > 0 and Voter(self.me, known.disk) in config.everyone and message.reconfiguration is None
+        return named and config.order > known.config.order and not self.votes(known.job)
 
     def _introduced(self, message: Introduce) -> Introduced:
         disk = self._disk_for(message.job)

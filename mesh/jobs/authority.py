@@ -137,9 +137,12 @@ def may_ask_for_room(sender: NodeId, config: Config, records: Sequence[WitnessRe
     return sender in config.nodes and 2 * sum(waiting) > len(config.nodes)
 
 
-def may_introduce(message: Accept, config: Config) -> bool:
-    """Tell whether a node that does not know the job becomes its witness: in the present group, or the next one."""
-    return config.members in {message.config.members, message.config.previous}
+def may_introduce(sender: NodeId, message: Accept, config: Config, records: Sequence[WitnessRecord]) -> bool:
+    """Tell whether a node that does not know the job becomes its witness: in the present group, or the next one, by the word of
+    who leads or runs the job.
+    """
+    named = config.members in {message.config.members, message.config.previous}
+    return named and may_seek_witness(sender, config, records)
 
 
 def may_propose(
@@ -155,16 +158,18 @@ def may_propose(
 
     The submission, an empty record for the group in the job's description, may come from any node. After that, witnesses of
     the job propose without a lease, and the node to which one of them has given the term proposes with it. `created`: the
-    witness knows only what this message says, so it takes the group that it names.
+    witness knows only what this message says, so it takes the group that it names: the first one as the description has it,
+    and a later one once other witnesses have vouched for the sender.
     """
-    if message.config.number == 0 and message.config.members != spec.witnesses:
+    first = Config(number=0, term=0, members=spec.witnesses)
+    if message.config.number == 0 and msgspec.structs.replace(message.config, term=0) != first:
         return False
     if message.term < FIRST_TERM:
         return False
     if message.holder is None and sender in known.config.nodes:
         return True
     if message.term == FIRST_TERM and message.holder is None and message.record == JobRecord():
-        return created or message.config == known.config
+        return message.config == (first if created else known.config)
     if sender == known.holder and message.term == known.promised:
         return True
     givers = (warrants(one, message.job, message.term, sender) for one in message.warrants)

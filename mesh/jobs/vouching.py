@@ -1,7 +1,8 @@
 """Vouching: asks a job's witnesses about its leader and its runner, on behalf of nodes that hold its checkpoints or run it.
 
 A node that is no witness reads the job's signed description, and follows its witness group from there. While most witnesses
-cannot be asked, nobody is vouched for: a store keeps what a provider brings and moves no fence, and a start is taken on trust.
+cannot be asked, nobody is vouched for: a store keeps what a provider brings and moves no fence, a start is taken on trust, and
+a node becomes no witness.
 """
 
 import asyncio
@@ -122,7 +123,7 @@ class Vouching:
         finally:
             self._waiting -= 1
         if present is None:
-            return True
+            return not isinstance(message, Accept)  # who would become a witness by it must know the group
         config, records = present[0], list(present[1].values())
         if not (is_member or self._authority.take_word(job, records)):
             return True
@@ -131,7 +132,7 @@ class Vouching:
         if isinstance(message, Introduce):
             return may_seek_witness(sender, config, records)
         if isinstance(message, Accept):
-            return may_introduce(message, config)
+            return may_introduce(sender, message, config, records)
         return may_start(sender, message, spec, config, records)
 
     def _asked_for(self, job: bytes, sealed: bytes) -> tuple[JobSpec, bool]:

@@ -848,6 +848,14 @@ def test_leader_goes_on_when_another_node_brings_its_submission_again() -> None:
     assert node.leaders[JOB].state == "waiting"
 
 
+def test_no_first_group_takes_a_replaced_node_in() -> None:
+    node = make_participant()
+    introduce(node)
+    node.receive(B, Accept(JOB, 3, 1, Config(1, 3, voters(B, C, D)), JobRecord(version=2), None), at(1))
+    first = Accept(JOB, 9, 1, Config(0, 9, GROUP.members), JobRecord(version=2), None)
+    assert not messages(node.receive(B, first, at(2)), Refused), "it asks for no description"
+
+
 def test_replaced_node_ignores_groups_before_its_replacement() -> None:
     node = make_participant()
     introduce(node)

@@ -503,6 +503,12 @@ def test_group_is_changed_by_no_other_member(town: Town) -> None:
     assert town.authority.may_propose(thief, anyone, at, spec, True), "anybody may bring a submission"
     full = msgspec.structs.replace(anyone, record=JobRecord(1, commit=Commit(1, 1, b"", None, (), None, 0)))
     assert not town.authority.may_propose(thief, full, at, spec, True)
+    late = msgspec.structs.replace(at.config, term=2**52)
+    ahead = msgspec.structs.replace(blank, config=late)
+    assert not town.authority.may_propose(thief, ahead, at, spec, True), "it would refuse the group of the submission"
+    assert town.authority.may_propose(town.node("ada"), ahead, at, spec, True), "a witness proposes it under its term"
+    beside = msgspec.structs.replace(full, config=msgspec.structs.replace(at.config, previous=mine.members))
+    assert not town.authority.may_propose(thief, beside, msgspec.structs.replace(at, config=beside.config), spec, True)
 
 
 def start(town: Town, spec: JobSpec, config: Config, term: int = 6) -> Start:

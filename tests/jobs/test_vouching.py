@@ -275,12 +275,17 @@ async def test_node_joins_no_group_that_the_witnesses_do_not_know() -> None:
     node = Node()
     present = Config(0, 0, voters(A, B, C))
     joint = present.joint(voters(A, B, E), 4)
-    accept = Accept(JOB, 4, 1, joint, JobRecord(1), D, b"the sealed spec")
+    accept, records = Accept(JOB, 4, 1, joint, JobRecord(1), D, b"the sealed spec"), dict[bytes, WitnessRecord]()
     assert await node.vouching.allows(D, accept) and await node.vouching.allows(
         A, msgspec.structs.replace(accept, config=Config(1, 4, voters(A, B, C)))
     )
     for forged in (Config(1, 4, voters(D, E)), Config(1, 4, voters(E), voters(D)), Config(1, 4, voters(A, B, E))):
         assert not await node.vouching.allows(D, msgspec.structs.replace(accept, config=forged)), forged
+    assert not await node.vouching.allows(E, accept), "E neither leads nor runs the job"
+    for silent in (A, B):
+        records[silent] = node.peers.records.pop(silent)
+    assert not await node.vouching.allows(D, accept), "nobody knows the group"
+    node.peers.records |= records
     node.group(1, (A, B, E))
     node.peers.records[C] = node.peers.records[A]
     node.vouching._group._me = D
