@@ -14,7 +14,7 @@ from membership.identity import NodeId
 from membership.malformed import MALFORMED
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.participant import Participant
-from mesh.model.record import Config
+from mesh.model.record import Config, Voter
 from mesh.rpc.client import PeerClient, PeerError
 
 ANSWER_S = 3.0
@@ -47,8 +47,8 @@ def follow_groups(
         newer = max((config, *_known_by_most(config, records), *named), key=lambda group: group.order)
         if newer.order > config.order:
             config = newer
-        elif 2 * len(records) > len(config.nodes):
-            return config, records
+        elif 2 * len(counting := counted(config, records)) > len(config.nodes):
+            return config, counting
         else:
             return None
     return None
@@ -65,6 +65,19 @@ def _known_by_most(config: Config, records: Records) -> Iterator[Config]:
         most = len(nodes) // 2 + 1
         if len(groups) >= most:
             yield groups[-most]
+
+
+def counted(config: Config, records: Records) -> Records:
+    """Return the records that count for a group: those of its voters.
+
+    A node whose journal is an old copy votes no more (`disk_age.py`). Its record counts only for what stays true: that the job
+    is over, or that there is a later group.
+    """
+    return {
+        node: record
+        for node, record in records.items()
+        if Voter(node, record.disk) in config.everyone or record.final or record.config.order > config.order
+    }
 
 
 def is_outdated(present: Present) -> bool:
@@ -90,7 +103,8 @@ def last_words(
     latest = max((record.config for record in proven.values()), key=lambda group: group.order, default=None)
     if latest is not None:
         named = [group.members for group in map(recovered, proven.values()) if group is not None]
-        records = {node: proven[node] for node in latest.nodes if node in proven and proven[node].config == latest}
+        known = {node: proven[node] for node in latest.nodes if node in proven and proven[node].config == latest}
+        records = counted(latest, known)
         if 2 * len(records) > len(latest.nodes) and (len(latest.members) >= least or latest.members in named):
             return Words(records)
     return Words({**(present[1] if present is not None else {}), **proven}, few=True)
@@ -130,7 +144,7 @@ class WitnessGroup:
         }
         try:
             while waiting:
-                enough = 2 * len(records) > len(config.nodes)
+                enough = 2 * len(counted(config, records)) > len(config.nodes)
                 timeout_s = LATE_S if enough else None
                 done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 answers = {waiting.pop(task): _decoded(job, task) for task in done}

@@ -9,7 +9,7 @@ import msgspec
 
 from mesh.checkpoints.witness_group import GROUPS_FOLLOWED, WitnessGroup, Words, is_outdated, last_words
 from mesh.consensus.effects import WitnessRecord
-from mesh.model.record import Config
+from mesh.model.record import Config, Voter
 from mesh.rpc.client import PeerError
 from tests.consensus.worlds import JOB, A, B, C, D, E, make_witness, voters
 
@@ -55,6 +55,18 @@ async def test_majority_of_the_known_group_is_needed() -> None:
     assert await present({A: record()}) is None
     pair = Config(0, 0, voters(A, B))
     assert await present({A: record(pair)}, known=pair) is None, "half of a group is no majority"
+
+
+async def test_old_copy_of_a_journal_counts_only_for_what_stays_true() -> None:
+    """Regression: the only first witness, with an old copy, hid the later group and the end that this one knew."""
+    alone, old = Config(0, 0, voters(A)), b"old copy"
+    assert await present({A: record(alone, disk=old)}, known=alone) is None
+    assert await present({A: record(disk=old), B: record()}) is None, "one vote of three"
+    assert await present({A: record(disk=old), B: record(), C: record()}) == OLD
+    assert await present({A: record(alone, disk=old, final=True)}, known=alone) == alone, "a job stays over"
+    assert await present({A: record(NEW, disk=old), B: record()}) == OLD, "the later group is still to be found"
+    again = alone.joint((Voter(A, old),), 1)
+    assert await present({A: record(again, disk=old)}, known=again) == again, "its new disk votes"
 
 
 async def test_newer_group_counts_once_a_majority_of_the_older_one_knows_it() -> None:
@@ -116,6 +128,8 @@ def test_later_group_counts_by_the_word_of_most_of_it() -> None:
     new, present = dict.fromkeys((A, D), record(NEW)), (OLD, {A: record(), B: record(), C: record(NEW)})
     for known in (present, None):
         assert last_words(known, {**new, B: record()}, 3, lambda one: None) == Words(new)
+    old_copy = {**new, A: record(NEW, disk=b"old copy")}
+    assert last_words(None, old_copy, 3, lambda one: None) == Words(old_copy, few=True)
     for made_up in ({A: record(NEW), B: record(), D: record()}, {A: record(ALONE)}, {}):
         words = last_words(present, made_up, 3, lambda one: None)
         assert words == Words({**present[1], **made_up}, few=True), "one former witness has made it up"

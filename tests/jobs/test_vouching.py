@@ -347,6 +347,21 @@ async def test_later_group_is_heard_if_the_present_one_may_have_lost_its_memory(
     assert (await node.vouching.words(JOB)).few, "only one proves to be a witness"
 
 
+async def test_old_copies_of_journals_hide_no_later_group() -> None:
+    """A store would refuse the checkpoints of the runner that this group knows."""
+    node = Node()
+    node.judges.proven = {D, E}
+    later = msgspec.structs.replace(node.peers.records[C], config=Config(2, 2, voters(C, D, E)))
+    for witness in (A, B):
+        old = node.peers.records[witness]
+        node.peers.records[witness] = msgspec.structs.replace(old, holder=A, record=JobRecord(), disk=b"old copy")
+    del node.peers.records[C]
+    node.peers.records |= dict.fromkeys((D, E), later)
+    assert not await node.judge(), "nobody is asked who knows"
+    node.table.update(D, JOB, status_of(JOB, make_witness((C, D, E)), None, "running", "", None))
+    assert await node.vouching.words(JOB) == Words({D: later, E: later})
+
+
 async def test_only_the_leader_and_the_runner_seek_a_witness() -> None:
     node = Node()
     ask = Introduce(JOB, b"the sealed spec")
