@@ -34,15 +34,17 @@ class Words(NamedTuple):
 
 
 def follow_groups(
-    known: Config, recovered: Callable[[WitnessRecord], Config | None]
+    known: Config, recovered: Callable[[WitnessRecord], Config | None], heard: dict[NodeId, WitnessRecord]
 ) -> Generator[Config, Records, Present | None]:
     """Find the present group from a known one. Yield each group to ask, and be sent the records of those who answer.
 
-    Return the present group and the records of a majority of it; None without one. `recovered`: see `WitnessGroup`.
+    Return the present group and the records of a majority of it; None without one. `recovered`: see `WitnessGroup`. `heard`
+    takes every answer: those of earlier groups prove who the later witnesses are.
     """
     config = known
     for _ in range(GROUPS_FOLLOWED):
         records = yield config
+        heard.update(records)
         named = [group for group in map(recovered, records.values()) if group is not None]
         newer = max((config, *_known_by_most(config, records), *named), key=lambda group: group.order)
         if newer.order > config.order:
@@ -86,10 +88,12 @@ def is_outdated(present: Present) -> bool:
     return any(record.config.order > config.order for record in records.values())
 
 
-def nodes_to_ask(present: Present | None, named: Iterable[NodeId]) -> tuple[NodeId, ...]:
-    """Return the nodes that may be later witnesses: those of groups that present ones know, then those that statuses name."""
+def nodes_to_ask(present: Present | None, named: Iterable[NodeId], heard: Records) -> tuple[NodeId, ...]:
+    """Return the nodes that may be later witnesses: those of groups that present ones know, then those that statuses name; but
+    for those that were heard.
+    """
     known = (node for record in (present[1].values() if present is not None else ()) for node in record.config.nodes)
-    return tuple(dict.fromkeys([*known, *named]))[:LATER_ASKED]
+    return tuple(node for node in dict.fromkeys([*known, *named]) if node not in heard)[:LATER_ASKED]
 
 
 def last_words(
@@ -122,9 +126,14 @@ class WitnessGroup:
     ) -> None:
         self._me, self._peers, self._participant, self._recovered = me, peers, participant, recovered
 
-    async def present(self, job: bytes, known: Config) -> Present | None:
-        """Return the present group and the records of a majority of it, starting at a known group; None without one."""
-        walk = follow_groups(known, self._recovered)
+    async def present(
+        self, job: bytes, known: Config, heard: dict[NodeId, WitnessRecord] | None = None
+    ) -> Present | None:
+        """Return the present group and the records of a majority of it, starting at a known group; None without one.
+
+        `heard` takes all that witnesses answer.
+        """
+        walk = follow_groups(known, self._recovered, heard if heard is not None else {})
         try:
             config = next(walk)
             while True:

@@ -144,13 +144,14 @@ class Vouching:
 
     # --- the witnesses
 
-    async def _present(self, job: bytes, spec: JobSpec) -> Present | None:
+    async def _present(
+        self, job: bytes, spec: JobSpec, heard: dict[NodeId, WitnessRecord] | None = None
+    ) -> Present | None:
         """Ask the present witnesses, from a group that this node has found before, the first one, or its own."""
         witness = self._participant.witnesses.get(job)
-        known = self._groups.get(job, Config(number=0, term=0, members=spec.witnesses))
-        present = await self._group.present(job, known)
+        present = await self._group.present(job, self._groups.get(job, _first_group(spec)), heard)
         if present is None and witness is not None:
-            return await self._group.present(job, witness.witness_record.config)
+            return await self._group.present(job, witness.witness_record.config, heard)
         if present is not None:
             self._groups.keep(job, present[0])
         return present
@@ -164,21 +165,25 @@ class Vouching:
         spec = await self.describe(job)
         if spec is None:
             return Words()
-        present = await self._present(job, spec)
+        heard: dict[NodeId, WitnessRecord] = {}
+        present = await self._present(job, spec, heard)
+        if job in self._groups and (present is None or is_outdated(present)):
+            # The witnesses before the group that this node remembers prove who came later.
+            present = await self._group.present(job, _first_group(spec), heard) or present
         if present is not None and not is_outdated(present):
             return Words(present[1])
-        proven = await self._proven(job, spec, nodes_to_ask(present, self._named(job)))
+        heard |= await self._later_records(job, nodes_to_ask(present, self._named(job), heard))
+        witnesses = self._authority.witnesses_by(heard.values(), spec)
+        proven = {node: record for node, record in heard.items() if node in witnesses}
         return last_words(present, proven, len(spec.witnesses), self._authority.recovered_group)
 
-    async def _proven(self, job: bytes, spec: JobSpec, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:
-        """Return the records of those of these nodes that are witnesses, as the warrants in all of them show."""
+    async def _later_records(self, job: bytes, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:
+        """Return what these nodes answer, who may be no witnesses."""
         path = f"/v1/jobs/{job.hex()}/witness-record"
         calls = [self._peers.call(node, "GET", path, timeout_s=ANSWER_S) for node in nodes]
         answers = dict(zip(nodes, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         found = {node: _record(answer) for node, answer in answers.items()}
-        records = {node: record for node, record in found.items() if record is not None and record.job == job}
-        witnesses = self._authority.witnesses_by(records.values(), spec)
-        return {node: record for node, record in records.items() if node in witnesses}
+        return {node: record for node, record in found.items() if record is not None and record.job == job}
 
     def _named(self, job: bytes) -> list[NodeId]:
         """Return the witnesses that statuses of a job name, one of each status in turn: some statuses may be false."""
@@ -232,6 +237,10 @@ class Vouching:
             except (PeerError, SpecError):
                 continue
         raise Refused("this node cannot get the job's description")
+
+
+def _first_group(spec: JobSpec) -> Config:
+    return Config(number=0, term=0, members=spec.witnesses)
 
 
 def _record(answer: bytes | BaseException) -> WitnessRecord | None:

@@ -35,25 +35,33 @@ class AskingNode(StoringNode):
         own, spec = self.participant.witnesses.get(job), self.described(job)
         known = [Config(number=0, term=0, members=spec.witnesses)]
         known += [own.witness_record.config] if own is not None else []
+        heard: dict[NodeId, WitnessRecord] = {}
 
         def found(present: Present | None) -> None:
             if present is not None and not is_outdated(present):
                 then(Words(present[1]))
             elif present is None and known:
-                self._follow(job, known.pop(0), found)
+                self._follow(job, known.pop(0), heard, found)
             else:
                 named = (node for view in self.board.table.views_of(job) for node in view.witnesses)
-                self._records(job, nodes_to_ask(present, named), partial(asked, present))
+                self._records(job, nodes_to_ask(present, named, heard), partial(asked, present))
 
         def asked(present: Present | None, answers: Records) -> None:
-            witnesses = self.authority.witnesses_by(answers.values(), spec)
-            proven = {node: record for node, record in answers.items() if node in witnesses}
+            heard.update(answers)
+            witnesses = self.authority.witnesses_by(heard.values(), spec)
+            proven = {node: record for node, record in heard.items() if node in witnesses}
             then(last_words(present, proven, len(spec.witnesses), self.authority.recovered_group))
 
         found(None)
 
-    def _follow(self, job: bytes, known: Config, found: Callable[[Present | None], None]) -> None:
-        walk = follow_groups(known, self.authority.recovered_group)
+    def _follow(
+        self,
+        job: bytes,
+        known: Config,
+        heard: dict[NodeId, WitnessRecord],
+        found: Callable[[Present | None], None],
+    ) -> None:
+        walk = follow_groups(known, self.authority.recovered_group, heard)
 
         def answered(records: Records) -> None:
             try:

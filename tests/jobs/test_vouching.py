@@ -362,6 +362,24 @@ async def test_old_copies_of_journals_hide_no_later_group() -> None:
     assert await node.vouching.words(JOB) == Words({D: later, E: later})
 
 
+@pytest.mark.parametrize("remembered", [False, True])
+async def test_witnesses_before_a_lost_group_prove_the_later_ones(remembered: bool) -> None:
+    """Regression: a job waited for the end of another for ever. No status names those who agreed to the first change."""
+    node, (f, g) = Node(), (bytes([6]) * 32, bytes([7]) * 32)
+    between, last = Config(1, 1, voters(D)), Config(2, 2, voters(D, f, g))
+    before, later = (msgspec.structs.replace(node.peers.records[A], config=group) for group in (between, last))
+    node.peers.records = dict.fromkeys((A, B, C, D), before)
+    assert not remembered or await node.judge()
+    node.peers.records = dict.fromkeys((A, B, C), before) | dict.fromkeys((f, g), later)
+    node.table.update(f, JOB, status_of(JOB, make_witness((D, f, g)), None, "running", "", None))
+
+    def proven(records: Collection[WitnessRecord], spec: JobSpec) -> set[bytes]:
+        return {A, B, C, *((D, f, g) if before in records else ())}
+
+    node.judges.witnesses_by = proven
+    assert await node.vouching.words(JOB) == Words({f: later, g: later})
+
+
 async def test_only_the_leader_and_the_runner_seek_a_witness() -> None:
     node = Node()
     ask = Introduce(JOB, b"the sealed spec")
