@@ -33,7 +33,8 @@ class Run(msgspec.Struct):
 
 class Retries(JobChecker):
     """A job is not tried again once its guests have failed more often than its spec allows, or in a way that it excludes. Only
-    failures count that a majority of disks has.
+    failures count that a majority of disks has, in terms before that of the attempt: one that is cut off, or whose clock stood
+    still, cannot know of later ones.
 
     Found by: runners that forget failures.
     """
@@ -63,10 +64,11 @@ class Retries(JobChecker):
                 self._known[job].add(term)
 
     def launched(self, world: JobsWorld, node: JobNode, job: bytes, spec: bytes) -> None:
-        if job not in world.specs or job in world.recovered:
+        runner = node.participant.runners.get(job)
+        if job not in world.specs or job in world.recovered or runner is None:
             return
-        stated = world.specs[job]
-        codes = [code for term, code in self._failed[job].items() if term in self._known[job]]
+        stated, before = world.specs[job], [term for term in self._known[job] if term < runner.term]
+        codes = [self._failed[job][term] for term in sorted(before)]
         if len(codes) > stated.error_budget:
             raise self.violated(world, job, f"{node.name} tries it again after {len(codes)} failures")
         if excluded := [code for code in codes if not _may_retry(stated, code)]:

@@ -1,6 +1,8 @@
 """Guests that fail and jobs with limits in the simulated world, and negative controls for the rules about them."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,8 @@ from mesh.model.record import JobRecord
 from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan, draw_work_plan
 from sim.protocol.guest_checkers import JustEnds, Limits, Retries
 from sim.protocol.jobs import JobsWorld
+from sim.protocol.membership import Violation
+from tests.consensus.worlds import JOB, make_spec
 from tests.sim.test_jobs import DRAWN, checked, found
 
 
@@ -32,6 +36,24 @@ def test_jobs_end_as_their_guests_do(count: int) -> None:
         world.run()
         ends += Counter((world.work[job].breaks is not None, world.outcome(job)) for job in world.accepted)
     assert set(ends) == {(True, "failed"), (False, "failed"), (False, "done")}
+
+
+def test_failures_of_later_attempts_do_not_count_for_one_that_was_cut_off() -> None:
+    """Regression: a guest started on a machine that had stood still, while later attempts failed (seed 9235)."""
+    checker = Retries()
+    world: Any = SimpleNamespace(
+        specs={JOB: make_spec(error_budget=0)}, recovered=set(), kernel=SimpleNamespace(now=1.0)
+    )
+    checker._failed[JOB], checker._known[JOB] = {6: 139}, {6}
+
+    def launch(term: int) -> None:
+        runners = {JOB: SimpleNamespace(term=term)}
+        node: Any = SimpleNamespace(name="node007", participant=SimpleNamespace(runners=runners))
+        checker.launched(world, node, JOB, b"")
+
+    launch(5)
+    with pytest.raises(Violation, match="after 1 failures"):
+        launch(9)
 
 
 @pytest.mark.slow
