@@ -16,6 +16,7 @@ request. So at most one node believes that it holds the lease, as long as no clo
 """
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
 import msgspec
 
@@ -33,12 +34,13 @@ from mesh.consensus.messages import (
     Refused,
     Released,
 )
-from mesh.model.record import Config, JobRecord, Outcome
+from mesh.model.record import Config, JobRecord
 from mesh.model.spec import JobSpec
 
 # Groups before the present one that are kept: those of four changes, with the joint ones, in about 6 KiB. In the simulator, two
 # changes were too few to prove the witnesses of a job whose only first witness had left for good (seed 5193).
 MOST_EARLIER = 8
+CLAIM_BYTES = 16  # of the hash of an outcome, whose text may be long
 HELD_SHARE = 0.9  # a hundred times the worst quartz drift with NTP slewing (500 ppm on either side)
 
 
@@ -49,7 +51,7 @@ class Witness:
         self.witness_record = witness_record
         self.spec = spec
         self.lease_until = lease_until
-        self._claims: dict[bytes, Outcome | None] = {}  # outcomes that witnesses say a majority holds
+        self._claims: dict[bytes, bytes] = {}  # hashes of the outcomes that other witnesses say a majority holds
 
     @classmethod
     def created(cls, accept: Accept, spec_bytes: bytes, spec: JobSpec, disk: bytes) -> "Witness":
@@ -111,6 +113,7 @@ class Witness:
             return []
         accepted = max(term, self.witness_record.accepted_term)
         promised = max(term, self.witness_record.promised)
+        self._claims.clear()
         return [self._save(promised=promised, accepted_term=accepted, record=record, holder=None, final=True)]
 
     def _believes(self, sender: bytes, message: Closed) -> bool:
@@ -124,8 +127,11 @@ class Witness:
         runners = {attempt.node for attempt in known.record.attempts[-1:]}
         if sender == known.holder or (accepted and sender in runners | set(known.config.nodes)):
             return True
-        self._claims[sender] = message.record.outcome
-        alike = {node for node, outcome in self._claims.items() if outcome == message.record.outcome}
+        if self.finished or sender not in known.config.nodes:
+            return False
+        claim = blake2b(msgspec.msgpack.encode(message.record.outcome), digest_size=CLAIM_BYTES).digest()
+        self._claims[sender] = claim
+        alike = {node for node, claimed in self._claims.items() if claimed == claim}
         return known.config.quorum({voter for voter in known.config.everyone if voter.node in alike})
 
     def _would(self, sender: bytes, message: PreVote, now: float) -> list[Effect]:

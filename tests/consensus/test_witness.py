@@ -13,7 +13,7 @@ from mesh.consensus.effects import Effect, SaveWitnessRecord, Send, WitnessRecor
 from mesh.consensus.messages import Accept, Accepted, Cancel, Closed, Prepare, PreVote, Promised, Refused, Released
 from mesh.consensus.participant import Directed, Participant, Rules
 from mesh.consensus.proposer import Decided, Fenced, Proposer
-from mesh.consensus.witness import HELD_SHARE, Witness, unknown_job
+from mesh.consensus.witness import CLAIM_BYTES, HELD_SHARE, Witness, unknown_job
 from mesh.model.record import Attempt, Config, JobRecord, Outcome, Voter
 from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_witness, voters
 
@@ -29,6 +29,16 @@ def answer(effects: list[Effect]) -> Any:
     sends = [effect for effect in effects if isinstance(effect, Send)]
     assert len(sends) == 1
     return sends[0].message
+
+
+def test_claims_of_an_end_are_kept_of_witnesses_only_and_take_little_memory() -> None:
+    witness = make_witness()
+    for sender in (B, D, E):
+        ended = JobRecord(version=1, outcome=msgspec.structs.replace(DONE, detail="x" * 100_000))
+        assert witness.handle(sender, Closed(job=JOB, term=1, record=ended), 0.0) == []
+    assert [(node, len(claim)) for node, claim in witness._claims.items()] == [(B, CLAIM_BYTES)]
+    assert witness.handle(C, Closed(job=JOB, term=1, record=ended), 0.0) and witness.finished and not witness._claims
+    assert witness.handle(B, Closed(job=JOB, term=2, record=JobRecord(version=2)), 0.0) == [] and not witness._claims
 
 
 def test_promise_is_saved_before_it_is_sent() -> None:
