@@ -66,6 +66,7 @@ class MessageSender:
                     await wake.wait()
             except TimeoutError:
                 if not queue:
+                    del self._queues[to], self._wake[to], self._empty[to], self._tasks[to]
                     return  # else a message has come just now, whose `post` has found this task
             batch = next_batch(queue)
             if batch:

@@ -16,6 +16,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # from peers: the next 
 Needed = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2)]
 
 FIRST_TERM = 1  # of every job; it belongs to the submitter, so nobody has to win it
+MOST_VOTERS = 16  # of a group from a peer, who would have this node write to all of them; groups have five at most
 MAX_ATTEMPTS_KEPT = 64  # the newest; bounds the message that carries a record
 
 
@@ -203,6 +204,9 @@ class Voter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     disk: bytes
 
 
+Voters = Annotated[tuple[Voter, ...], msgspec.Meta(max_length=MOST_VOTERS)]
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A witness group. While `previous` is not empty, a quorum needs a majority of both groups.
 
@@ -212,8 +216,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     number: Number
     term: Number
-    members: tuple[Voter, ...]
-    previous: tuple[Voter, ...] = ()
+    members: Voters
+    previous: Voters = ()
 
     @property
     def order(self) -> tuple[int, int, bool]:

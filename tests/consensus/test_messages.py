@@ -28,7 +28,7 @@ from mesh.consensus.messages import (
 )
 from mesh.consensus.status import Saving, best_of, decode_status, encode_status, status_of
 from mesh.jobs.message_sender import decode_batch
-from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome
+from mesh.model.record import MOST_VOTERS, Attempt, Commit, Config, JobRecord, Outcome, Voter
 from tests.consensus.worlds import DISK, JOB, A, B, C, D, make_spec, make_witness, voters
 
 CONFIG = Config(number=1, term=2, members=voters(A, B, C), previous=voters(A, B, D))
@@ -65,6 +65,15 @@ EVERY: list[AnyMessage] = [
 @pytest.mark.parametrize("message", EVERY, ids=lambda message: type(message).__name__)
 def test_message_survives_encoding(message: AnyMessage) -> None:
     assert decode_message(encode_message(message)) == message
+
+
+def test_group_of_too_many_is_malformed() -> None:
+    for most, refused in ((MOST_VOTERS, False), (MOST_VOTERS + 1, True)):
+        members = tuple(Voter(number.to_bytes(32), b"disk") for number in range(most))
+        for group in (Config(1, 2, members), Config(1, 2, voters(A), members)):
+            data = encode_message(Accept(JOB, 2, 1, group, JobRecord(), None))
+            with pytest.raises(MessageError) if refused else contextlib.nullcontext():
+                decode_message(data)
 
 
 @given(st.binary(max_size=300))

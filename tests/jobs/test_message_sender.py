@@ -4,7 +4,9 @@ import asyncio
 from typing import Literal
 
 import msgspec
+import pytest
 
+from mesh.jobs import message_sender as message_sender_module
 from mesh.jobs.message_sender import BATCH_BYTES, BATCH_LIMIT, QUEUE_LIMIT, MessageSender, decode_batch, next_batch
 from mesh.rpc.client import PeerError
 
@@ -64,6 +66,19 @@ async def test_message_that_comes_as_the_task_of_an_idle_peer_ends_is_delivered(
             await asyncio.sleep(0)
     assert road.arrived[PEER] == [b"first", b"late"]
     await message_sender.close()
+
+
+async def test_nothing_stays_of_an_idle_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_sender_module, "IDLE_S", 0.0)
+    road = Road()
+    message_sender = MessageSender(road.deliver)
+    for body in (b"first", b"again"):
+        message_sender.post(PEER, body)
+        async with asyncio.timeout(60):
+            while message_sender._tasks:
+                await asyncio.sleep(0)
+        assert not (message_sender._queues or message_sender._wake or message_sender._empty)
+    assert road.arrived[PEER] == [b"first", b"again"]
 
 
 async def test_slow_peer_delays_no_other_and_loses_its_oldest_messages() -> None:
