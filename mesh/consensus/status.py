@@ -33,6 +33,9 @@ SHOWN_AS = {
 RUNNER = 2  # the runner's place in a rank
 Role = Annotated[int, msgspec.Meta(ge=0, le=RUNNER)]
 SHARED_BYTES = 128  # a node and its disk take 40, a user's name at most 64
+MOST_USED = (
+    1 << 53
+)  # that the attempts of a job may claim: one false sum must not fail the archiving of all jobs (own choice)
 ATTEMPTS_SHOWN = 16  # a section stays small; `mesh describe` asks a witness for the rest
 
 
@@ -138,7 +141,7 @@ def archived(status: JobStatus) -> ArchivedJob:
     """Return the summary of a finished job."""
     assert status.outcome is not None
     used = sum(int(attempt.ran_s) for attempt in status.attempts) * status.gpu_percent
-    ended = status.outcome.ended_unix_ms
+    used, ended = min(used, MOST_USED), status.outcome.ended_unix_ms
     return ArchivedJob(status.job, status.name, status.user, status.array, status.outcome.kind, ended, used)
 
 

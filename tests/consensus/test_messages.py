@@ -26,7 +26,7 @@ from mesh.consensus.messages import (
     decode_message,
     encode_message,
 )
-from mesh.consensus.status import Saving, best_of, decode_status, encode_status, status_of
+from mesh.consensus.status import ArchivedJob, Saving, archived, best_of, decode_status, encode_status, status_of
 from mesh.jobs.message_sender import decode_batch
 from mesh.model.record import MOST_VOTERS, Attempt, Commit, Config, JobRecord, Outcome, Voter
 from tests.consensus.worlds import DISK, JOB, A, B, C, D, make_spec, make_witness, voters
@@ -141,6 +141,18 @@ def test_hostile_batches_and_statuses_are_rejected(data: bytes) -> None:
 def test_hostile_orders_raise_only_decoding_errors(kind: type, data: bytes) -> None:
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
         msgspec.json.decode(data, type=kind)
+
+
+def test_summary_of_a_job_that_claims_too_much_fits_into_the_archive() -> None:
+    stays = tuple(
+        Attempt(number, D, "d", 1, 0, running_unix_ms=1, ended_unix_ms=2, seen_unix_ms=2**53 - 1)
+        for number in range(16)
+    )
+    witness = make_witness(spec=make_spec(gpus=10_000))
+    over = JobRecord(1, attempts=stays, outcome=Outcome("done", "", 0, None, (), 1))
+    witness.witness_record = msgspec.structs.replace(witness.witness_record, record=over, final=True)
+    summary = archived(status_of(JOB, witness, None, "", "", None))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(summary), type=ArchivedJob) == summary
 
 
 def test_best_of_returns_the_most_advanced_status_of_a_job() -> None:
