@@ -426,7 +426,7 @@ class JobService:
             self._inputs.put_now(partial(self._keep_events, sender, message))
             return True
         if sender != self._me and isinstance(message, Asking) and self._needs_vouching(message):
-            if not self.vouching.has_room:
+            if not self.vouching.enter(sender):
                 return False
             self._deliveries.start(self._deliver_vouched(sender, message), f"start {format_job(message.job)[:8]}")
         elif message.job in self.participant.archived:
@@ -450,7 +450,11 @@ class JobService:
         return not known and bool(message.spec) and message.config.number > 0 and message.reconfiguration is None
 
     async def _deliver_vouched(self, sender: NodeId, message: Asking) -> None:
-        if await self.vouching.allows(sender, message):
+        try:
+            allowed = await self.vouching.allows(sender, message)
+        finally:
+            self.vouching.leave(sender)
+        if allowed:
             await self._deliver_archived(sender, message)
         else:
             self.participant.refused += 1

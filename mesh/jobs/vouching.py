@@ -8,9 +8,11 @@ a node becomes no witness.
 import asyncio
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import chain, zip_longest
+from weakref import WeakValueDictionary
 
 from ckptstore.manifest import Manifest
 from membership.identity import NodeId
@@ -39,8 +41,10 @@ from mesh.util.remembered import Remembered
 
 ANSWER_S = 3.0
 REMEMBERED = 1024  # answers, groups and descriptions (own choice)
-MOST_WAITING = 64  # starts that wait for an answer; more are turned away (own choice)
-AT_ONCE = 16  # starts and manifests judged at the same time (own choice)
+# Starts that wait for an answer, of one sender and of all; more are turned away (own choice).
+WAITING_OF_ONE, MOST_WAITING = 32, 64
+AT_ONCE_OF_ONE, AT_ONCE = 4, 16  # starts and manifests judged at the same time (own choice)
+FOUND_WITHIN_S = 10.0  # the present witnesses: three groups in turn, each with one that does not answer
 SPEC_ASKED = 3  # nodes asked for a description, besides the one that brings the manifest (own choice)
 
 Asking = Start | Enlist | Accept | Introduce | MakeRoom  # what the cores cannot judge alone
@@ -67,7 +71,8 @@ class Vouching:
         self._specs = Remembered[bytes, JobSpec](REMEMBERED)
         self._groups = Remembered[bytes, Config](REMEMBERED)  # as witnesses have said
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._waiting = 0
+        self._turns_of = WeakValueDictionary[NodeId, asyncio.Semaphore]()
+        self._waiting = Counter[NodeId]()
 
     # --- manifests
 
@@ -84,7 +89,7 @@ class Vouching:
         if writer in self._writers:
             self._writers.keep(writer, None)
             return True
-        async with self._turns:
+        async with self._turn(sender):
             spec = await self._spec(manifest.job, sender)
             if manifest.user != spec.user:
                 raise Refused("the manifest names another user than its job")
@@ -102,26 +107,31 @@ class Vouching:
 
     # --- starts
 
-    @property
-    def has_room(self) -> bool:
-        return self._waiting < MOST_WAITING
+    def enter(self, sender: NodeId) -> bool:
+        """Count a request that waits to be judged, until `leave`; False if too many wait, of this sender or of all."""
+        if self._waiting[sender] >= WAITING_OF_ONE or self._waiting.total() >= MOST_WAITING:
+            return False
+        self._waiting[sender] += 1
+        return True
+
+    def leave(self, sender: NodeId) -> None:
+        self._waiting[sender] -= 1
+        if not self._waiting[sender]:
+            del self._waiting[sender]
 
     async def allows(self, sender: NodeId, message: Asking) -> bool:
         """Tell whether the witnesses say that the sender leads the job, runs it as it enlists a gang, has this node join
         their group, or asks for room for a job of theirs that waits.
         """
-        self._waiting += 1
         job = message.wanted_by if isinstance(message, MakeRoom) else message.job
         try:
             spec, is_member = self._asked_for(job, message.spec or b"")
             if is_member and isinstance(message, Start) and message.config.number == 0:
                 return may_start(sender, message, spec, None, ())
-            async with self._turns:
+            async with self._turn(sender):
                 present = await self._present(job, spec)
         except SpecError:
             return True  # the core refuses it, with the reason
-        finally:
-            self._waiting -= 1
         if present is None:
             return not isinstance(message, Accept)  # who would become a witness by it must know the group
         config, records = present[0], list(present[1].values())
@@ -142,19 +152,29 @@ class Vouching:
         except SpecError:
             return self._authority.read_ended_spec(job, sealed), False
 
+    @asynccontextmanager
+    async def _turn(self, sender: NodeId) -> AsyncIterator[None]:
+        """Wait for a turn; a few at a time are one sender's, whose witnesses may be slow to answer."""
+        own = self._turns_of.setdefault(sender, asyncio.Semaphore(AT_ONCE_OF_ONE))
+        async with own, self._turns:
+            yield
+
     # --- the witnesses
 
     async def _present(
         self, job: bytes, spec: JobSpec, heard: dict[NodeId, WitnessRecord] | None = None
     ) -> Present | None:
-        """Ask the present witnesses, from a group that this node has found before, the first one, or its own."""
+        """Ask the present witnesses, from a group that this node has found before, the first one, or its own; for a while."""
         witness = self._participant.witnesses.get(job)
-        present = await self._group.present(job, self._groups.get(job, _first_group(spec)), heard)
-        if present is None and witness is not None:
-            return await self._group.present(job, witness.witness_record.config, heard)
-        if present is not None:
-            self._groups.keep(job, present[0])
-        return present
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FOUND_WITHIN_S):
+                present = await self._group.present(job, self._groups.get(job, _first_group(spec)), heard)
+                if present is None and witness is not None:
+                    return await self._group.present(job, witness.witness_record.config, heard)
+                if present is not None:
+                    self._groups.keep(job, present[0])
+                return present
+        return None
 
     async def words(self, job: bytes) -> Words:
         """Return what a job's witnesses say: most of the present ones, or those that prove to be witnesses.
@@ -199,7 +219,7 @@ class Vouching:
     async def read_by_runner(self, job: bytes, node: NodeId) -> JobSpec | None:
         """Return a job's description if a majority of its witnesses say that this node runs the job; None otherwise."""
         try:
-            async with self._turns:
+            async with self._turn(node):
                 spec = await self._spec(job, node)
                 present = await self._present(job, spec)
         except Refused:

@@ -420,7 +420,7 @@ async def test_message_waits_for_what_it_is_judged_by(jobs: JobService, monkeypa
         while len(taken) < 2:
             await asyncio.sleep(0)
     assert taken == ["archived", "vouched"]
-    jobs.vouching._waiting = 1 << 20
+    jobs.vouching._waiting[B] = 1 << 20
     assert not jobs.deliver(B, asks), "too many wait to be vouched for"
 
 

@@ -16,8 +16,9 @@ from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Accept, Introduce, MakeRoom
 from mesh.consensus.participant import Participant
 from mesh.consensus.status import status_of
+from mesh.jobs import vouching as vouching_module
 from mesh.jobs.job_table import JobTable
-from mesh.jobs.vouching import AT_ONCE, MOST_WAITING, REMEMBERED, Refused, Vouching
+from mesh.jobs.vouching import AT_ONCE, MOST_WAITING, REMEMBERED, WAITING_OF_ONE, Refused, Vouching
 from mesh.model.record import Attempt, Config, JobRecord
 from mesh.model.spec import JobSpec, SpecError
 from mesh.rpc.client import PeerError
@@ -430,7 +431,19 @@ async def test_working_directory_of_a_user_needs_no_witness() -> None:
         await node.judge(**manifest, user="mallory")
 
 
-async def test_starts_that_wait_for_answers_are_bounded() -> None:
+def test_requests_that_wait_to_be_judged_are_bounded_for_one_and_for_all() -> None:
+    vouching = Node().vouching
+    assert [vouching.enter(A) for _ in range(WAITING_OF_ONE + 1)] == [True] * WAITING_OF_ONE + [False]
+    senders = [bytes([number]) * 32 for number in range(100, 100 + MOST_WAITING)]
+    assert sum(vouching.enter(sender) for sender in senders) == MOST_WAITING - WAITING_OF_ONE
+    vouching.leave(A)
+    assert vouching.enter(B) and not vouching.enter(A)
+    for _ in range(WAITING_OF_ONE - 1):
+        vouching.leave(A)
+    assert A not in vouching._waiting and vouching.enter(A)
+
+
+async def test_slow_witnesses_of_one_member_hold_up_nobody_else() -> None:
     node, gate = Node(), asyncio.Event()
     call = node.peers.call
 
@@ -441,13 +454,26 @@ async def test_starts_that_wait_for_answers_are_bounded() -> None:
 
     node.peers.call = slow
     later = msgspec.structs.replace(make_start(term=4), config=Config(1, 4, voters(A, B, C)))
-    asking = [asyncio.create_task(node.vouching.allows(A, later)) for _ in range(MOST_WAITING)]
-    assert node.vouching.has_room
+    asking = [asyncio.create_task(node.vouching.allows(A, later)) for _ in range(WAITING_OF_ONE)]
     await asyncio.sleep(0)
-    assert not node.vouching.has_room
+    node.peers.call = call
+    async with asyncio.timeout(10.0):
+        assert not await node.vouching.allows(E, later), "it is judged meanwhile"
     gate.set()
-    await asyncio.gather(*asking)
-    assert node.vouching.has_room and node.vouching._waiting == 0
+    assert all(await asyncio.gather(*asking)) and not node.vouching._turns_of
+
+
+async def test_witnesses_that_lead_on_and_on_are_followed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vouching_module, "FOUND_WITHIN_S", 0.05)
+    node = Node()
+
+    async def never(*args: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(node.vouching._group, "present", never)
+    later = msgspec.structs.replace(make_start(term=4), config=Config(1, 4, voters(A, B, C)))
+    async with asyncio.timeout(10.0):
+        assert await node.vouching.allows(A, later), "as if its witnesses did not answer"
 
 
 async def test_start_in_the_first_group_costs_no_question() -> None:
