@@ -21,6 +21,7 @@ import msgspec
 from ckptstore.mappings import mapped_for_writing
 from mesh.model.spec import Checkpointing
 from mesh.util import trees
+from mesh.util.mounts import device_of, mount_number, numbers_on
 
 MARKER = "COMMITTED"
 DONE_MARKER = ".mesh-done"
@@ -132,7 +133,7 @@ def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool,
         newest = max((max(info.st_mtime, info.st_ctime) for info in files.values()), default=0.0)
         settled = ended or now_unix - newest >= rules.stable_s
         key = tuple((str(path.relative_to(directory)), info.st_mtime_ns, info.st_size) for path, info in files.items())
-        if files and settled and (ended or key == known or not open_for_writing(files.values())):
+        if files and settled and (ended or key == known or not open_for_writing(directory, files.values())):
             return CommittedTree(roots={"ckpt": directory}, resume="", key=key)
     return None
 
@@ -154,22 +155,28 @@ def unfinished(name: str) -> bool:
     return name.startswith(".") or name.endswith(_UNFINISHED_SUFFIXES) or name in _SENTINELS
 
 
-def open_for_writing(files: Iterable[os.stat_result]) -> bool:
-    """Tell whether a process that we may inspect has one of these files open for writing, or mapped shared and writable.
+def open_for_writing(directory: Path, files: Iterable[os.stat_result]) -> bool:
+    """Tell whether a process that we may inspect has one of these files of `directory` open for writing, or mapped shared and
+    writable.
 
-    Files are compared by inode: a container has other paths for them.
+    Files are compared by inode: a container has other paths for them. Only files on the same device are read: a file system
+    that a guest serves could block the reader for ever.
     """
     inodes = {(info.st_dev, info.st_ino) for info in files if stat.S_ISREG(info.st_mode)}
+    device = device_of(directory)
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
-            with suppress(OSError):
+            with suppress(OSError, ValueError, IndexError):
+                here: set[str] | None = None
                 for info in (process / "fdinfo").iterdir():
                     with suppress(OSError):  # it was closed meanwhile
                         flags = info.read_text().split("flags:")[1].split()[0]
                         if int(flags, 8) & (os.O_WRONLY | os.O_RDWR):
-                            opened = (process / "fd" / info.name).stat()
-                            if (opened.st_dev, opened.st_ino) in inodes:
-                                return True
+                            here = numbers_on(process.name, device) if here is None else here
+                            if mount_number(process.name, info.name) in here:
+                                opened = (process / "fd" / info.name).stat()
+                                if (opened.st_dev, opened.st_ino) in inodes:
+                                    return True
     return not inodes.isdisjoint(mapped_for_writing())
 
 

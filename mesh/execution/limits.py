@@ -28,7 +28,7 @@ from mesh.execution.process.sandbox import HOME, TEMPORARY
 from mesh.execution.wrapped import WrappedGuest
 from mesh.util import cgroups, trees
 from mesh.util.byte_text import amount
-from mesh.util.mounts import mounts
+from mesh.util.mounts import mount_number, numbers_on
 from mesh.util.processes import lines_of
 
 LOOK_S, LOOK_SHARE = 2.0, 20  # poll every 2 s, and for at most a twentieth of the time (own choice)
@@ -248,15 +248,12 @@ def nameless_bytes(pids: Iterable[int], place: Path) -> int:
 
 def _deleted_descriptors(pid: int, device: int) -> Iterator[str]:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        mine = f"{os.major(device)}:{os.minor(device)}"
-        here = {mount.number for mount in mounts(pid) if mount.device == mine}
+        here = numbers_on(pid, f"{os.major(device)}:{os.minor(device)}")
         for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
             link = f"/proc/{pid}/fd/{name}"
             with contextlib.suppress(OSError, IndexError):
-                if os.readlink(link).endswith(" (deleted)"):  # noqa: PTH115
-                    told = Path(f"/proc/{pid}/fdinfo/{name}").read_text()
-                    if told.split("mnt_id:", 1)[1].split(None, 1)[0] in here:
-                        yield link
+                if os.readlink(link).endswith(" (deleted)") and mount_number(pid, name) in here:  # noqa: PTH115
+                    yield link
 
 
 def _deleted_maps(pid: int, device: str) -> Iterator[str]:

@@ -145,7 +145,7 @@ class Observer:
             largest = sorted(outside, key=lambda stray: -stray[1])[:STRAYS_TOLD] or self._directory_state.outside
             entries, opened = entries or list(self._directory_state.entries), self._directory_state.open
             with suppress(OSError):  # the job may delete files meanwhile
-                opened = open_for_writing(files_below(seen.base / "ckpt").values())
+                opened = open_for_writing(seen.base / "ckpt", files_below(seen.base / "ckpt").values())
             self._directory_state = DirectoryState(
                 tuple(entries), opened, tuple(largest), self._directory_state.trouble
             )

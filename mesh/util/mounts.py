@@ -1,6 +1,8 @@
 """The mounts that a process sees. Source: proc_pid_mountinfo(5). Standard library only."""
 
+import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from mesh.util.processes import lines_of
@@ -30,6 +32,28 @@ def mounts(process: int | str = "self") -> list[Mount]:
         kind, _, options = system.split(" ", 2)
         found.append(Mount(number, device, _plain(root), _plain(place), tuple(propagation), kind, options))
     return found
+
+
+def device_of(path: Path) -> str:
+    """Return the device of the mount that holds a path: on btrfs and overlays that is not the one of `os.stat`."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        number, device = mount_number("self", descriptor), os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)
+    found = (mount.device for mount in mounts() if mount.number == number)
+    return next(found, f"{os.major(device)}:{os.minor(device)}")
+
+
+def numbers_on(process: int | str, device: str) -> set[str]:
+    """Return the numbers of the mounts of a device (`8:1`) that a process sees. OSError if it has gone."""
+    return {mount.number for mount in mounts(process) if mount.device == device}
+
+
+def mount_number(process: int | str, descriptor: int | str) -> str:
+    """Return the number of the mount that an open file is on, without asking its file system, which a guest may serve."""
+    told = Path(f"/proc/{process}/fdinfo/{descriptor}").read_text()
+    return told.split("mnt_id:", 1)[1].split(None, 1)[0]
 
 
 def _plain(path: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.checkpoints.commit_modes import MOST_BESIDE, committed_tree, link_checkpoints
+from mesh.checkpoints.commit_modes import MOST_BESIDE, committed_tree, link_checkpoints, open_for_writing
 from mesh.model.spec import Checkpointing
 from tests.ckptstore.worlds import Mapping
 
@@ -152,6 +152,17 @@ def test_stable_mode_sees_a_file_that_is_open_by_another_path(tmp_path: Path) ->
     with (tmp_path / "inside").open("ab"):
         assert committed_tree(tmp_path / "ckpt", STABLE, time.time() + 6) is None
     assert committed_tree(tmp_path / "ckpt", STABLE, time.time() + 6) is not None
+
+
+def test_open_files_of_other_file_systems_are_not_asked_for(tmp_path: Path) -> None:
+    """A guest may serve one that never answers: a file in memory stands for its file, and is found only by asking."""
+    other = os.memfd_create("other")
+    try:
+        assert not open_for_writing(tmp_path, [os.fstat(other)])
+        with (tmp_path / "own").open("wb") as own:
+            assert open_for_writing(tmp_path, [os.fstat(own.fileno())])
+    finally:
+        os.close(other)
 
 
 @pytest.mark.parametrize(
