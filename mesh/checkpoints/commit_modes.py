@@ -7,10 +7,11 @@
    of checkpoints.
 """
 
+import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -21,11 +22,12 @@ import msgspec
 from ckptstore.mappings import mapped_for_writing
 from mesh.model.spec import Checkpointing
 from mesh.util import trees
-from mesh.util.mounts import device_of, mount_number, numbers_on
+from mesh.util.mounts import device_of, numbers_on
 
 MARKER = "COMMITTED"
 DONE_MARKER = ".mesh-done"
 MOST_WRITTEN = 64  # unfinished names that are followed (own choice)
+MOST_ENTRIES = 20_000  # of a checkpoint directory that is looked at every 0.25 s (own choice)
 MOST_BESIDE = 16  # files and links that are saved with the checkpoints (own choice)
 _DIGITS, _FRACTION = re.compile(r"[0-9]+"), re.compile(r"[0-9]+\.[0-9]+")  # `val_loss=0.25` counts nothing
 # Names that training frameworks give to unfinished files, and Hugging Face's sentinel.
@@ -68,12 +70,14 @@ def committed_tree(
     """Return the newest complete state, or None. `ended`: the guest has exited by itself, so nothing is written any more.
 
     `beside`: also what lies beside the checkpoints, which the guest may be writing. `known`: the key of a state that was complete
-    before, so that open files need not be looked for again.
+    before, so that open files need not be looked for again. OSError if the directory has more than MOST_ENTRIES entries.
     """
     if rules.mode == "stable":
         return _stable(directory, rules, now_unix, ended, known)
     entries = []
-    for path in directory.iterdir():
+    for count, path in enumerate(directory.iterdir()):
+        if count == MOST_ENTRIES:
+            raise OSError(errno.E2BIG, f"the checkpoint directory has more than {MOST_ENTRIES} files and directories")
         if not unfinished(path.name):
             with suppress(OSError):  # the guest may delete old entries meanwhile, or close them
                 info = path.lstat()
@@ -82,7 +86,8 @@ def committed_tree(
     newest = _oldest_first(checkpoints)[-rules.keep :]
     if not newest:
         return None
-    others = [entry for entry in entries if entry not in checkpoints]
+    taken = set(checkpoints)
+    others = [entry for entry in entries if entry not in taken]
     unnumbered = [entry for entry in others if stat.S_ISDIR(entry.mode) and rules.mode == "rename"]
     unnumbered = _oldest_first(unnumbered)[-rules.keep :]
     files = [entry for entry in others if stat.S_ISREG(entry.mode) or stat.S_ISLNK(entry.mode)]
@@ -163,21 +168,24 @@ def open_for_writing(directory: Path, files: Iterable[os.stat_result]) -> bool:
     that a guest serves could block the reader for ever.
     """
     inodes = {(info.st_dev, info.st_ino) for info in files if stat.S_ISREG(info.st_mode)}
-    device = device_of(directory)
+    device, numbers = device_of(directory), {number for _, number in inodes}
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
-            with suppress(OSError, ValueError, IndexError):
+            with suppress(OSError, ValueError, KeyError):
                 here: set[str] | None = None
                 for info in (process / "fdinfo").iterdir():
                     with suppress(OSError):  # it was closed meanwhile
-                        flags = info.read_text().split("flags:")[1].split()[0]
-                        if int(flags, 8) & (os.O_WRONLY | os.O_RDWR):
+                        told = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+                        if int(told["flags"], 8) & (os.O_WRONLY | os.O_RDWR):
                             here = numbers_on(process.name, device) if here is None else here
-                            if mount_number(process.name, info.name) in here:
-                                opened = (process / "fd" / info.name).stat()
-                                if (opened.st_dev, opened.st_ino) in inodes:
-                                    return True
+                            if told["mnt_id"].strip() in here and _number(process, info.name, told) in numbers:
+                                return True
     return not inodes.isdisjoint(mapped_for_writing())
+
+
+def _number(process: Path, descriptor: str, told: Mapping[str, str]) -> int:
+    """Return the number of the inode of an open file: as the kernel tells it from Linux 5.14 on, else its file system."""
+    return int(told["ino"]) if "ino" in told else (process / "fd" / descriptor).stat().st_ino
 
 
 def link_checkpoints(base: Path, directory: str) -> None:

@@ -602,6 +602,7 @@ class Attempt:
                 except OSError as error:  # what the guest has made of its directory must not end the watch
                     if error.errno != trouble:
                         log.warning("the checkpoints of %s cannot be read: %s", format_job(self.job)[:8], error)
+                        self._note(f"its checkpoints cannot be read: {error.strerror}", "checkpoints unreadable")
                     trouble = error.errno or 0
 
     async def _look_for_checkpoint(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.checkpoints import commit_modes
 from mesh.checkpoints.commit_modes import MOST_BESIDE, committed_tree, link_checkpoints, open_for_writing
 from mesh.model.spec import Checkpointing
 from tests.ckptstore.worlds import Mapping
@@ -117,6 +118,35 @@ def test_files_saved_beside_checkpoints_are_bounded(tmp_path: Path) -> None:
         (tmp_path / f"{number}.log").touch()
     tree = committed_tree(tmp_path, RENAME, time.time())
     assert tree is not None and "ckpt/step-1" in tree.roots and len(tree.roots) == 1 + MOST_BESIDE
+
+
+def test_checkpoint_directory_has_a_bounded_number_of_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_modes, "MOST_ENTRIES", 3)
+    for number in range(3):
+        entry(tmp_path, f"step-{number}")
+    assert committed_tree(tmp_path, RENAME, time.time()) is not None
+    (tmp_path / ".fourth").touch()
+    with pytest.raises(OSError, match="has more than 3 files and directories"):
+        committed_tree(tmp_path, RENAME, time.time())
+
+
+def test_checkpoints_are_not_compared_with_every_file_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    class Entry(commit_modes._Entry):
+        __hash__ = tuple.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return tuple.__eq__(self, other)
+
+    monkeypatch.setattr(commit_modes, "_Entry", Entry)
+    for number in range(40):
+        entry(tmp_path, f"step-{number}")
+        (tmp_path / f"{number}.log").touch()
+    assert committed_tree(tmp_path, RENAME, time.time()) is not None
+    assert compared < 400, "not each file with each checkpoint"
 
 
 def test_marker_mode_requires_the_marker_file(tmp_path: Path) -> None:
