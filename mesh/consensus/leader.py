@@ -383,7 +383,7 @@ class Leader:
         if array is None or not array.limit or self.view is None:
             return ""
         # A node that missed an end counts too many as running, so the limit is never exceeded.
-        over = (self.view.array_ends.get(array.array, 0) & ((1 << array.place) - 1)).bit_count()
+        over = (self.view.array_ends.get((self.spec.user, array.array), 0) & ((1 << array.place) - 1)).bit_count()
         return f"{array.limit} of its array at a time" if array.place - over >= array.limit else ""
 
     def _hopeless(self, at: Instant) -> str:

@@ -14,6 +14,7 @@ from placement.queue import Queue
 from placement.request import Request
 from placement.zones import Hierarchy
 
+UsersArray = tuple[str, bytes]  # a user, and the id of an array, which another user may give to their own
 STOOD_S = 0.2  # the margin of a lease of 4 s, the shortest in use; NTP slews by less than a hundredth of this in 2 s
 
 
@@ -54,7 +55,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     disks: Mapping[bytes, bytes] = {}  # the name of each node's journal, where known
     queue: Queue | None = None
     ends: Mapping[bytes, OutcomeKind] = {}  # outcomes of finished jobs
-    array_ends: Mapping[bytes, int] = {}  # finished places of each array with a limit, as bits
+    array_ends: Mapping[UsersArray, int] = {}  # finished places of arrays with a limit, as bits
     running: Sequence[RunningJob] = ()
     hierarchy: Hierarchy = Hierarchy()  # ranks nodes
     recoveries: Mapping[bytes, Sequence[bytes]] = {}  # orders of users to recover a job, by job

@@ -95,6 +95,6 @@ class AwaitedEnds:
             self._again.failed(job, time.monotonic())  # unless it is over: then nobody asks again
         kind = stated_end(words, self._job_table.views_by_node(job))
         if spec is not None and kind is not None:
-            self._job_table.end(job, kind, spec.array)
+            self._job_table.end(job, kind, spec.user, spec.array)
             self._learned()
         self._ask_next()

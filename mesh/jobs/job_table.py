@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from weakref import WeakValueDictionary
 
 from mesh.consensus.status import ArchivedJob, JobStatus, best_of
+from mesh.consensus.view import UsersArray
 from mesh.model.record import OutcomeKind
 from mesh.model.spec import ArrayPlace
 from placement.advert import Advert
@@ -26,7 +27,7 @@ class JobTable:
         self._best: dict[bytes, JobStatus] = {}
         self._waiting: dict[bytes, Waiting] = {}
         self._ends: dict[bytes, OutcomeKind] = {}
-        self._array_ends: dict[bytes, int] = {}
+        self._array_ends: dict[UsersArray, int] = {}
         self._of_array = defaultdict[bytes, set[bytes]](set)  # the jobs of each array with a limit, as views name them
         self._archived: set[bytes] = set()
         self._used_before: Counter[tuple[str, int]] = Counter()  # of archived jobs, by user and day of the end
@@ -50,7 +51,7 @@ class JobTable:
             self._announce(job)
         self._waiting.pop(job, None)
         if source == OWN and view is not None and view.outcome is not None:
-            self.end(job, view.outcome.kind, view.array)
+            self.end(job, view.outcome.kind, view.user, view.array)
         if best.outcome is None and best.waiting is not None and best.waiting.job == job:
             self._waiting[job] = best.waiting
         return best.outcome is not None and (before is None or before.outcome is None)
@@ -60,15 +61,16 @@ class JobTable:
         if archived.job not in self._archived:
             self._archived.add(archived.job)
             self._used_before[archived.user, archived.ended_unix_ms // 1000 // DAY_S] += archived.used
-        self.end(archived.job, archived.kind, archived.array)
+        self.end(archived.job, archived.kind, archived.user, archived.array)
         if archived.job in self._views:
             self.update(OWN, archived.job, None)
 
-    def end(self, job: bytes, kind: OutcomeKind, array: ArrayPlace | None) -> None:
-        """Record the end of a job, as this node or the job's witnesses know it."""
+    def end(self, job: bytes, kind: OutcomeKind, user: str, array: ArrayPlace | None) -> None:
+        """Record the end of a user's job, as this node or the job's witnesses know it. Another user's array may have this id."""
         self._ends[job] = kind
         if array is not None and array.limit:
-            self._array_ends[array.array] = self._array_ends.get(array.array, 0) | 1 << array.place
+            whole = (user, array.array)
+            self._array_ends[whole] = self._array_ends.get(whole, 0) | 1 << array.place
 
     def jobs_of(self, array: bytes) -> Set[bytes]:
         """Return the jobs that views put into this array, if they give it a limit."""
@@ -122,8 +124,8 @@ class JobTable:
         return self._ends
 
     @property
-    def array_ends(self) -> Mapping[bytes, int]:
-        """Return the finished places of each array with a limit, as bits."""
+    def array_ends(self) -> Mapping[UsersArray, int]:
+        """Return the finished places of each user's arrays with a limit, as bits."""
         return self._array_ends
 
     @property

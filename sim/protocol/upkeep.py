@@ -83,7 +83,7 @@ class KeepingNode(AskingNode):
         self._again.failed(job, self.boot())
         kind = stated_end(words, self.board.table.views_by_node(job))
         if kind is not None:
-            self.board.table.end(job, kind, self.described(job).array)
+            self.board.table.end(job, kind, self.described(job).user, self.described(job).array)
             self.observe_soon()
 
     def _repair_what_is_short(self, statuses: Mapping[bytes, JobStatus], staying: Set[bytes]) -> None:

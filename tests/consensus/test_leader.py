@@ -195,7 +195,7 @@ def place(at_place: int, limit: int) -> ArrayPlace:
 )
 def test_array_never_runs_more_jobs_than_its_limit(mine: int, over: tuple[int, ...], goes: bool) -> None:
     leader = make_leader(witness=make_witness(spec=make_spec(array=place(mine, 2))))
-    view = make_view(A, (A, B, C, D), array_ends={b"a" * 16: sum(1 << ended for ended in over)})
+    view = make_view(A, (A, B, C, D), array_ends={("ada", b"a" * 16): sum(1 << ended for ended in over)})
     term = elect(leader, leader.observe(view, at(0)), 0)
     leader.handle(A, promise(term), at(0))
     starts = sends(leader.handle(B, promise(term), at(0)), Start)

@@ -194,7 +194,7 @@ async def test_array_is_archived_as_a_whole_once_every_job_is_over(node: Node) -
     assert node.archive.count == 0
     await node.has(number(3), LONG_AGO, array=ArrayPlace(array, 4, 3, 4, limit=2))
     await node.archive.archive_old((), NOW)
-    assert node.archive.count == 4 and node.job_table.array_ends == {array: 0b1111}
+    assert node.archive.count == 4 and node.job_table.array_ends == {("ada", array): 0b1111}
     await node.archive.find(f"{format_job(array)[:6]}_2", whole=False)
     assert node.archive.count == 0, "the index covers the whole array"
 

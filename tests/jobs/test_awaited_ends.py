@@ -74,7 +74,7 @@ async def test_status_alone_ends_no_job_for_those_that_wait(monkeypatch: pytest.
     world.records = {A: record("done")}
     world.now += AGAIN_MAX_S
     assert await world.look() == {FIRST: "done"} and world.learned == 1
-    assert world.table.array_ends == {PLACE.array: 1 << PLACE.place}
+    assert world.table.array_ends == {("ada", PLACE.array): 1 << PLACE.place}
     world.now += AGAIN_MAX_S
     asked = len(world.asked)
     assert await world.look() == {FIRST: "done"} and len(world.asked) == asked, "it is known now"

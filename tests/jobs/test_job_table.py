@@ -73,7 +73,7 @@ def test_end_that_a_status_claims_is_news_once_and_no_more() -> None:
         C, JOB, view("done", outcome=DONE)
     )
     assert job_table.may_be_over(JOB) and not job_table.ends, "any member can publish it"
-    job_table.end(JOB, "failed", None)
+    job_table.end(JOB, "failed", "ada", None)
     job_table.keep_only({})
     assert not job_table.all() and job_table.ends == {JOB: "failed"} and not job_table.may_be_over(JOB)
     job_table.update(OWN, JOB, view("running"))
@@ -87,9 +87,12 @@ def test_end_that_this_node_knows_stays() -> None:
     assert not job_table.may_be_over(JOB)
     job_table.update(OWN, JOB, view("done", outcome=DONE, array=LIMITED))
     job_table.update(OWN, JOB, None)
-    job_table.end(b"k" * 16, "done", msgspec.structs.replace(LIMITED, place=3))
-    job_table.end(b"n" * 16, "done", msgspec.structs.replace(PLACE, array=b"n" * 16))
-    assert job_table.ends[JOB] == "done" and job_table.array_ends == {PLACE.array: 0b1010}, "only a limit needs them"
+    job_table.end(b"k" * 16, "done", "ada", msgspec.structs.replace(LIMITED, place=3))
+    job_table.end(b"n" * 16, "done", "ada", msgspec.structs.replace(PLACE, array=b"n" * 16))
+    assert job_table.ends[JOB] == "done", "only a limit needs the places"
+    assert job_table.array_ends == {("ada", PLACE.array): 0b1010}
+    job_table.end(b"m" * 16, "done", "mallory", msgspec.structs.replace(LIMITED, place=0))
+    assert job_table.array_ends["ada", PLACE.array] == 0b1010, "another user's jobs release none"
 
 
 def test_statuses_name_the_jobs_of_an_array_and_count_no_place() -> None:

@@ -78,7 +78,7 @@ class TestNegativeControls:
 
         def credulous(self: JobTable, source: bytes, job: bytes, view: JobStatus | None) -> bool:
             if view is not None and view.outcome is not None:
-                self.end(job, view.outcome.kind, view.array)
+                self.end(job, view.outcome.kind, view.user, view.array)
             return real(self, source, job, view)
 
         monkeypatch.setattr(JobTable, "update", credulous)
