@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 class Repair:
     """`replica_policy` orders the nodes that may hold a job's state; `report` is called with new holders and a text for the
-    user.
+    user. `relied_on` returns the user of a job whose witnesses say that it goes on from this manifest, else None: any member can
+    publish a status.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class Repair:
         store: Store,
         replica_policy: Callable[[bytes], ReplicaPolicy],
         report: Callable[[bytes, bytes, tuple[NodeId, ...], str], Awaitable[None]],
+        relied_on: Callable[[bytes, bytes], Awaitable[str | None]],
         lost_s: float = LOST_S,
     ) -> None:
         self._me, self._replicator, self._store = me, replicator, store
-        self._replica_policy, self._report = replica_policy, report
+        self._replica_policy, self._report, self._relied_on = replica_policy, report, relied_on
         self._plan = RepairPlan(me, lost_s)
         self._look_at = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -73,17 +75,22 @@ class Repair:
         others = [node for node in (*found.nodes, *self._replica_policy(job).fallback) if node != self._me]
         here = False
         try:
-            await self._replicator.fetch(found.manifest, others)
-            here = True
+            user = await self._relied_on(job, found.manifest)
+            if user is not None:
+                await self._replicator.fetch(found.manifest, others, of=(job, user))
+                here = True
         except (FetchError, PeerError, StoreError, TimeoutError, OSError) as error:
             log.info("job %s: this node lacks what it should have of it: %s", format_job(job)[:8], error)
-        self._plan.checked(found, here, time.monotonic())
+        self._plan.checked(job, found, here, time.monotonic())
+
+    def _has(self, shortage: Shortage) -> bool:
+        return self._store.has(shortage.manifest) and self._store.manifest(shortage.manifest).job == shortage.job
 
     async def _repair(self, shortage: Shortage) -> None:
         self._plan.began(shortage, time.monotonic())
         job, lacking = format_job(shortage.job)[:8], shortage.lacking
         try:
-            if not await asyncio.to_thread(self._store.has, shortage.manifest):
+            if not await asyncio.to_thread(self._has, shortage):
                 return
             replica_policy = self._replica_policy(shortage.job)
             able = [node for node in replica_policy.fallback if node not in shortage.there]

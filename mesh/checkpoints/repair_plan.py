@@ -15,6 +15,7 @@ from mesh.consensus.status import JobStatus
 
 LOST_S, LOCAL_LOST_S = 30.0, 5.0  # that a holder must be away: longer than a restart (own choice)
 RETRY_S = 60.0  # after no node could take a copy (own choice)
+MOST_COPIES = 64  # of a checkpoint or result, whatever a status wants (own choice)
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -33,13 +34,16 @@ def kept(status: JobStatus) -> Kept | None:
             return None
         made = status.attempts[-1].node if status.attempts else None
         nodes = dict.fromkeys([*([made] if made is not None else []), *outcome.holders])
-        return Kept(outcome.manifest, tuple(nodes), len(outcome.holders))
-    others = max(commit.wanted, len(commit.holders)) if commit is not None else 0
+        return Kept(outcome.manifest, tuple(nodes), min(len(outcome.holders), MOST_COPIES))
+    others = min(max(commit.wanted, len(commit.holders)), MOST_COPIES) if commit is not None else 0
     if commit is None or not others:
         return None
     makers = [attempt.node for attempt in status.attempts if attempt.term == commit.term]
     runs = [status.runner] if status.runner is not None and status.state == "running" else []
     return Kept(commit.manifest, tuple(dict.fromkeys([*runs, *makers, *commit.holders])), others)
+
+
+Saved = tuple[bytes, bytes]  # job, manifest
 
 
 class Shortage(msgspec.Struct, frozen=True):
@@ -53,35 +57,39 @@ class Shortage(msgspec.Struct, frozen=True):
 
 
 class RepairPlan:
-    """What this node has to copy. Times are seconds of any clock."""
+    """What this node has to copy. Times are seconds of any clock.
+
+    It goes by job and manifest: the status of one job may name what another has saved.
+    """
 
     def __init__(self, me: bytes, lost_s: float) -> None:
         self._me, self._lost_s = me, lost_s
-        self._more: dict[bytes, tuple[bytes, ...]] = {}  # holders that the job record does not name
-        self._short_since: dict[bytes, float] = {}
-        self._check_at: dict[bytes, float] = {}  # when to make sure that what this node should have is here
+        self._more: dict[Saved, tuple[bytes, ...]] = {}  # holders that the job record does not name
+        self._short_since: dict[Saved, float] = {}
+        self._check_at: dict[Saved, float] = {}  # when to make sure that what this node should have is here
 
     def look(
         self, statuses: Iterable[JobStatus], staying: Set[bytes], runs_here: Collection[bytes], now: float
     ) -> list[Shortage]:
         """Return what this node has to copy now, what is at risk first, then what the fewest nodes have."""
-        short: dict[bytes, Shortage] = {}
+        short: dict[Saved, Shortage] = {}
         more, self._more = self._more, {}
         for status in statuses:
             found = kept(status)
             if found is None:
                 continue
-            if found.manifest in more:
-                self._more[found.manifest] = more[found.manifest]
-            known = dict.fromkeys([*found.nodes, *self._more.get(found.manifest, ())])
+            saved = (status.job, found.manifest)
+            if saved in more:
+                self._more[saved] = more[saved]
+            known = dict.fromkeys([*found.nodes, *self._more.get(saved, ())])
             there = tuple(node for node in known if node in staying)
             if len(there) <= found.others and self._is_mine(status, there, runs_here):
                 lacking, at_risk = found.others + 1 - len(there), len(known) <= found.others
-                short[found.manifest] = Shortage(status.job, found.manifest, lacking, there, at_risk)
+                short[saved] = Shortage(status.job, found.manifest, lacking, there, at_risk)
         # A checkpoint that never had enough holders is due at once: none of them may come back from a restart.
-        since = {manifest: now - self._lost_s if one.at_risk else now for manifest, one in short.items()}
-        self._short_since = {manifest: self._short_since.get(manifest, since[manifest]) for manifest in short}
-        due = [one for one in short.values() if now - self._short_since[one.manifest] >= self._lost_s]
+        since = {saved: now - self._lost_s if one.at_risk else now for saved, one in short.items()}
+        self._short_since = {saved: self._short_since.get(saved, since[saved]) for saved in short}
+        due = [one for saved, one in short.items() if now - self._short_since[saved] >= self._lost_s]
         return sorted(due, key=lambda one: (not one.at_risk, len(one.there)))
 
     def _is_mine(self, status: JobStatus, there: Sequence[bytes], runs_here: Collection[bytes]) -> bool:
@@ -91,11 +99,12 @@ class RepairPlan:
 
     def began(self, shortage: Shortage, now: float) -> None:
         """Record that a copy was started: the next one starts later."""
-        self._short_since[shortage.manifest] = now + RETRY_S - self._lost_s
+        self._short_since[shortage.job, shortage.manifest] = now + RETRY_S - self._lost_s
 
     def copied(self, shortage: Shortage, holders: Sequence[bytes]) -> tuple[bytes, ...]:
         """Record new holders; return all that the job record should name."""
-        self._more[shortage.manifest] = (*self._more.get(shortage.manifest, ()), *holders)
+        saved = (shortage.job, shortage.manifest)
+        self._more[saved] = (*self._more.get(saved, ()), *holders)
         return tuple(node for node in (*shortage.there, *holders) if node != self._me)
 
     def unsure(self, views: Iterable[JobStatus], now: float) -> list[tuple[bytes, Kept]]:
@@ -103,10 +112,10 @@ class RepairPlan:
         whether it is here.
         """
         relied = [(view.job, kept(view)) for view in views if view.outcome is None]
-        mine = {found.manifest: (job, found) for job, found in relied if found is not None and self._me in found.nodes}
-        self._check_at = {manifest: self._check_at.get(manifest, now) for manifest in mine}
-        return [one for manifest, one in mine.items() if self._check_at[manifest] <= now]
+        mine = {(job, found.manifest): found for job, found in relied if found is not None and self._me in found.nodes}
+        self._check_at = {saved: self._check_at.get(saved, now) for saved in mine}
+        return [(saved[0], found) for saved, found in mine.items() if self._check_at[saved] <= now]
 
-    def checked(self, found: Kept, here: bool, now: float) -> None:
+    def checked(self, job: bytes, found: Kept, here: bool, now: float) -> None:
         """Record whether it is here now; if not, it is tried again later."""
-        self._check_at[found.manifest] = math.inf if here else now + RETRY_S
+        self._check_at[job, found.manifest] = math.inf if here else now + RETRY_S

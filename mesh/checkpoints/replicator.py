@@ -277,15 +277,21 @@ class Replicator:
                 task.cancel()
 
     async def fetch(
-        self, manifest: bytes, holders: Sequence[NodeId], tell: Callable[[str], None] = lambda words: None
+        self,
+        manifest: bytes,
+        holders: Sequence[NodeId],
+        tell: Callable[[str], None] = lambda words: None,
+        of: tuple[bytes, str] | None = None,
     ) -> None:
         """Fetch a checkpoint with all its chunks into the local store, and report progress; FetchError if no holders have it
-        whole.
+        whole, or if it is not `of` this job and user.
         """
         if await asyncio.to_thread(self._complete, manifest):
             return
         sealed, sources = await self._fetch_manifest(manifest, holders)
         _, wanted = await asyncio.to_thread(decode_manifest, sealed, self._store.unseal)
+        if of not in {None, (wanted.job, wanted.user)}:
+            raise FetchError("it is not of this job and user")
         missing = set(await asyncio.to_thread(self._store.missing, wanted.chunks))
         have = await asyncio.to_thread(self._store.base_candidates, wanted.job) if missing else ()
         plan = Fetch({identity: size for identity, size in wanted.sizes.items() if identity in missing}, sources)

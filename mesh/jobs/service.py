@@ -244,7 +244,15 @@ class JobService:
             self.own_status.publish,
             self.own_status.forget,
         )
-        self._repair = Repair(self._me, self.replicator, store, self.replica_policy, self._on_recopied, repair_after_s)
+        self._repair = Repair(
+            self._me,
+            self.replicator,
+            store,
+            self.replica_policy,
+            self._on_recopied,
+            self.vouching.relied_on,
+            repair_after_s,
+        )
         self._retention = Retention(store, journal, keep_s, self.vouching.needed)
         table, describe = self.job_table, self.vouching.describe
         self.workdirs = Workdirs(store, journal, keep_s, table.views, lambda: table.ends, describe)

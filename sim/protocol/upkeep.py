@@ -97,7 +97,7 @@ class KeepingNode(AskingNode):
     def _bring_back(self, job: bytes, found: Kept) -> None:
         def fetched(problem: FetchProblem | None) -> None:
             self._repairing = False
-            self._plan.checked(found, problem is None, self.boot())
+            self._plan.checked(job, found, problem is None, self.boot())
 
         self._repairing = True
         others = [node for node in (*found.nodes, *self.replica_policy(job).fallback) if node != self.id]

@@ -1,6 +1,7 @@
 """Repair: exactly one node copies a checkpoint that has lost holders, and only once the repair is due."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 import mesh.checkpoints.repair as module
 from ckptstore.errors import StoreError
 from mesh.checkpoints.repair import Repair
-from mesh.checkpoints.repair_plan import LOST_S, RETRY_S, Kept, RepairPlan, kept
+from mesh.checkpoints.repair_plan import LOST_S, MOST_COPIES, RETRY_S, Kept, RepairPlan, kept
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import FetchError, Replicated
 from mesh.consensus.status import JobStatus
@@ -53,17 +54,31 @@ class Bench:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.has = True
         self.words: list[str] = []
-        store: Any = type("Has", (), {"has": staticmethod(lambda manifest: self.has)})
+        self.saved_by: bytes | None = None  # the job of each manifest here; None: the job that is asked about
+        self.user: str | None = "ada"
+        store: Any = type(
+            "Has",
+            (),
+            {
+                "has": staticmethod(lambda manifest: self.has),
+                "manifest": staticmethod(lambda manifest: SimpleNamespace(job=self.saved_by or self.jobs[manifest])),
+            },
+        )
+        self.jobs: dict[bytes, bytes] = {}
         self.policy = ReplicaPolicy(0, 0, (B, C, E, F))
         replicator: Any = self
-        self.repair = Repair(me, replicator, store, lambda job: self.policy, self.tell)
+        self.repair = Repair(me, replicator, store, lambda job: self.policy, self.tell, self.relied_on)
+
+    async def relied_on(self, job: bytes, manifest: bytes) -> str | None:
+        return self.user
 
     async def replicate(self, manifest: bytes, chosen: object, able: list[bytes], want: int) -> Replicated:
         self.copied.append((manifest, tuple(able), want))
         took = tuple(node for node in able if node in self.can_take)[:want]
         return Replicated(took, "" if took else "they are full", ())
 
-    async def fetch(self, manifest: bytes, holders: list[bytes]) -> None:
+    async def fetch(self, manifest: bytes, holders: list[bytes], of: tuple[bytes, str]) -> None:
+        assert of == (JOB, "ada")
         self.fetched.append((manifest, tuple(dict.fromkeys(holders))))
         if self.nobody_has_it:
             raise FetchError("no node has it")
@@ -74,6 +89,7 @@ class Bench:
 
     async def look(self, status: JobStatus, staying: set[bytes], after_s: float = 0.0, runs_here: bool = False) -> None:
         self.now += after_s
+        self.jobs = dict.fromkeys((CHECKPOINT, RESULT), status.job)
         self.repair._look_at = 0.0
         self.repair.look([status], [status], staying, {JOB} if runs_here else set())
         if self.repair._task is not None:
@@ -180,6 +196,7 @@ async def test_one_copy_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         msgspec.structs.replace(WAITS, job=job, commit=msgspec.structs.replace(COMMIT, manifest=job * 2))
         for job in (b"1" * 16, b"2" * 16)
     ]
+    bench.jobs, bench.user = {job.job * 2: job.job for job in others}, None
     for _ in range(2):
         if bench.repair._task is not None:
             await bench.repair._task  # it looks for what should be here first
@@ -234,6 +251,29 @@ async def test_node_brings_back_what_records_say_it_has(monkeypatch: pytest.Monk
     assert bench.fetched[2:] == [(b"n" * 32, (D, B, E, F))]
 
 
+async def test_status_alone_makes_no_node_fetch_or_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any member can publish one, of a job of its own or of none."""
+    bench = Bench(C, monkeypatch)
+    bench.user = None
+    await bench.look(RUNS, {A, B, C, D, E, F})
+    assert not bench.fetched, "its witnesses do not say so"
+    bench.saved_by = b"another" + bytes(9)
+    for _ in range(2):
+        await bench.look(WAITS, {C, E, F}, LOST_S)
+    assert not bench.copied, "another job has saved it"
+    many = msgspec.structs.replace(COMMIT, wanted=2**40, holders=(C,))
+    found = kept(msgspec.structs.replace(RUNS, commit=many))
+    assert found is not None and found.others == MOST_COPIES
+
+
+def test_false_status_hides_no_shortage_of_the_job_that_saved_it() -> None:
+    plan, false = RepairPlan(C, LOST_S), msgspec.structs.replace(WAITS, job=b"f" * 16)
+    for now in (0.0, LOST_S):
+        due = plan.look([WAITS, false], {C, E, F}, set(), now)
+    assert {shortage.job for shortage in due} == {JOB, false.job}
+    assert {job for job, _ in plan.unsure([WAITS, false], 0.0)} == {JOB, false.job}
+
+
 async def test_node_brings_back_nothing_that_it_need_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     for me, status in ((A, RUNS), (E, RUNS), (C, OVER), (C, msgspec.structs.replace(RUNS, commit=None))):
         bench = Bench(me, monkeypatch)
@@ -277,7 +317,7 @@ async def test_close_ends_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> 
     bench, waits = Bench(C, monkeypatch), asyncio.Event()
     await bench.repair.close()
 
-    async def fetch(manifest: bytes, holders: list[bytes]) -> None:
+    async def fetch(manifest: bytes, holders: list[bytes], of: object) -> None:
         bench.fetched.append((manifest, tuple(holders)))
         await waits.wait()
 

@@ -308,6 +308,18 @@ async def test_what_a_job_needs_is_what_its_present_witnesses_say() -> None:
     assert not await node.vouching.needed(JOB)
 
 
+async def test_job_relies_on_the_checkpoint_that_its_witnesses_name() -> None:
+    node = Node()
+    node.table.update(D, JOB, status_of(JOB, make_witness(), None, "", "", None))
+    assert await node.vouching.relied_on(JOB, ID) is None, "nobody gives its description"
+    assert await node.judge()
+    assert await node.vouching.relied_on(JOB, ID) is None
+    record = node.peers.records[A]
+    named = record.record.with_commit(4, ID, (E,), None, 0)
+    node.peers.records |= {A: msgspec.structs.replace(record, record=named)}
+    assert await node.vouching.relied_on(JOB, ID) == SPEC.user and await node.vouching.relied_on(JOB, b"o" * 32) is None
+
+
 async def test_later_witnesses_are_asked_while_most_of_the_first_are_lost() -> None:
     node = Node()
     assert await node.judge()

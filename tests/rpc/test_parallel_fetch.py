@@ -156,6 +156,18 @@ MANNERS = [
 ]
 
 
+async def test_manifest_of_another_job_or_user_is_not_fetched(world: World) -> None:
+    saved = world.checkpoint()
+    replicator, holders = await world.replicator(honest="honest"), list(world.holders)
+    of = (saved.manifest.job, saved.manifest.user)
+    for another in ((b"o" * 16, of[1]), (of[0], "another")):
+        with pytest.raises(FetchError, match="not of this job and user"):
+            await replicator.fetch(saved.id, holders, of=another)
+    assert not world.holders[holders[0]].asked
+    await replicator.fetch(saved.id, holders, of=of)
+    assert restored(world, saved)
+
+
 async def test_checkpoint_that_lost_a_chunk_is_fetched_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(honest="")
