@@ -99,7 +99,7 @@ def tree_use(root: Path) -> tuple[int, int]:
     """Return bytes on disk and the number of files and directories. OutOfReach if any cannot be counted."""
     size = inodes = 0
     for directory, names, files in trees.walk(root, strict=True):
-        size += sum(blocks(Path(directory, name)) for name in files)
+        size += sum(blocks(Path(directory, name)) for name in (*names, *files))
         inodes += len(names) + len(files)
     return size, inodes
 

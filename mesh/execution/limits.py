@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -31,7 +32,8 @@ from mesh.util.byte_text import amount
 from mesh.util.mounts import mount_number, numbers_on
 from mesh.util.processes import lines_of
 
-LOOK_S, LOOK_SHARE = 2.0, 20  # poll every 2 s, and for at most a twentieth of the time (own choice)
+# Poll every 2 s, for at most a twentieth of the time, but at once when free space fell by more than this (own choice).
+LOOK_S, LOOK_SHARE, FALL_BYTES = 2.0, 20, 1 << 30
 PIDS_S = 2.0  # for an engine to list a session's processes, which takes milliseconds (own choice)
 FREE_SHARE = 2  # without a ceiling, a guest may use half of the space that is free when it starts (own choice)
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -158,11 +160,11 @@ class BoundedGuest(WrappedGuest):
             await self._end({"fault": f"its disk use cannot be measured: {error!r}"})
 
     async def _look_on(self) -> None:
-        due = 0.0
+        due, enough = 0.0, 0
         while True:
             await self._keep_log_short()
-            begun = time.monotonic()
-            if begun >= due:
+            begun, free = time.monotonic(), _free_bytes(self._place)
+            if begun >= due or free < enough:
                 pids = await self._pids()
                 try:
                     size, inodes = await asyncio.to_thread(used, self._launch)
@@ -182,6 +184,7 @@ class BoundedGuest(WrappedGuest):
                     text = f"its node's disk is nearly full, and no guest there wrote more than its {amount(written)}"
                     return await self._end({"fault": text})
                 due = begun + LOOK_SHARE * (time.monotonic() - begun)
+                enough = free - max(FALL_BYTES, self._bounds.most - size)
             await asyncio.sleep(LOOK_S)
 
     async def _pids(self) -> frozenset[int]:
@@ -211,6 +214,13 @@ def disk_limit(ceilings: Ceilings, place: Path, used: int = 0) -> int:
     if ceilings.disk_mib is not None:
         return ceilings.disk_mib << 20
     return used + shutil.disk_usage(place).free // FREE_SHARE
+
+
+def _free_bytes(place: Path) -> int:
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:  # it is being removed
+        return sys.maxsize
 
 
 def free_inodes(place: str) -> int | None:

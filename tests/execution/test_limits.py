@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -170,6 +171,33 @@ async def test_guest_over_disk_limit_ends(tmp_path: Path, monkeypatch: pytest.Mo
     async with asyncio.timeout(WAIT_S):
         while b"mesh: ended: it wrote" not in (tmp_path / "log").read_bytes()[-300:]:
             await asyncio.sleep(0.02)
+
+
+async def test_guest_that_is_looked_at_rarely_is_looked_at_when_space_falls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guest can make looks dear, and so rare, with many files."""
+    monkeypatch.setattr("mesh.execution.limits.LOOK_S", 0.05)
+    monkeypatch.setattr("mesh.execution.limits.LOOK_SHARE", 10**9)
+    monkeypatch.setattr("mesh.execution.limits.FALL_BYTES", MIB)
+    looks, use = threading.Event(), limits.used
+    monkeypatch.setattr(limits, "used", lambda launch: (use(launch), looks.set())[0])
+    bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024, disk_mib=8)), tmp_path, None)
+    guest = await bench.shell(
+        f"until [ -e $MESH_CTL_DIR/go ]; do sleep 0.02; done; dd if=/dev/zero bs=1M count=40 of=x; {LOOP}"
+    )
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.to_thread(looks.wait)
+        (tmp_path / "ctl" / "go").touch()
+        assert "its limit on this node is 8.0 MiB" in (await guest.wait()).detail
+
+
+def test_directories_take_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that had many long names keeps its megabytes on some file systems."""
+    (tmp_path / "directory" / "below").mkdir(parents=True)
+    (tmp_path / "directory" / "file").touch()
+    monkeypatch.setattr(disk_usage, "blocks", lambda path: 1)
+    assert disk_usage.tree_use(tmp_path) == (3, 3)
 
 
 @pytest.mark.parametrize(
