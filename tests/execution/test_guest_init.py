@@ -19,7 +19,7 @@ from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.process.sandbox import Sandbox
 from mesh.rpc.frames import OUTPUT, Data, Order
 from mesh.util.boottime import boot_s
-from mesh.util.processes import children_of, core_limit, lives, process_of, stands_still
+from mesh.util.processes import children_of, core_limit, lives, process_of, stat_of
 from tests.execution.bench import COUNT, LOOP, WAIT_S, Bench, beyond, processes_with, steps_taken, wait_until
 from tests.execution.place import fresh_mark
 
@@ -132,9 +132,15 @@ async def test_lease_stops_every_process_without_groups_and_wakes_every_one(tmp_
         await beyond(bench, steps_taken(bench) + 3)
         pids = await guest.pids()
         assert len(pids) >= 4
-        await asyncio.to_thread(wait_until, lambda pids=pids: not any(map(stands_still, pids)), "all to go on")
+        await asyncio.to_thread(wait_until, lambda pids=pids: not any(map(is_stopped, pids)), "all to go on")
     await guest.kill()
     await engine.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether it is there and stopped: the programs of a loop end meanwhile."""
+    found = stat_of(pid)
+    return found is not None and found.state in "Tt"
 
 
 def watcher_of(pids: frozenset[int]) -> int:
