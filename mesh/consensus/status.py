@@ -33,9 +33,7 @@ SHOWN_AS = {
 RUNNER = 2  # the runner's place in a rank
 Role = Annotated[int, msgspec.Meta(ge=0, le=RUNNER)]
 SHARED_BYTES = 128  # a node and its disk take 40, a user's name at most 64
-MOST_USED = (
-    1 << 53
-)  # that the attempts of a job may claim: one false sum must not fail the archiving of all jobs (own choice)
+MOST_USED = 1 << 53  # claimed by all attempts of a job: one false sum would fail the archiving of all (own choice)
 ATTEMPTS_SHOWN = 16  # a section stays small; `mesh describe` asks a witness for the rest
 
 
