@@ -600,10 +600,10 @@ class Attempt:
                     await self._look_for_checkpoint()
                     trouble = 0
                 except OSError as error:  # what the guest has made of its directory must not end the watch
-                    if error.errno != trouble:
+                    if trouble == 0 or error.errno not in {None, trouble}:
                         log.warning("the checkpoints of %s cannot be read: %s", format_job(self.job)[:8], error)
                         self._note(f"its checkpoints cannot be read: {error.strerror}", "checkpoints unreadable")
-                    trouble = error.errno or 0
+                    trouble = error.errno or -1
 
     async def _look_for_checkpoint(self) -> None:
         tree = await asyncio.to_thread(self._committed, False, known=self._found_key)
