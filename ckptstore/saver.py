@@ -49,9 +49,8 @@ class Saver:
     ) -> None:
         self._writer, self._pool, self._threads, self._cipher = writer, pool, threads, cipher
         self._hold, self._read_chunk, self._bases, self._compress = hold, read_chunk, bases, compress
-        self._places = (
-            None if places is None else sorted(places.items(), key=lambda place: -len(place[0]))
-        )  # inner first
+        # Inner directories first.
+        self._places = None if places is None else sorted(places.items(), key=lambda place: -len(place[0]))
         self._held: set[str] = set()
         self._encodings: dict[str, Encoding] = {}
         self._same_shape: Counter[str] = Counter()

@@ -185,8 +185,7 @@ class Participant:
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
         """Propose the job's empty record to its witnesses; `Submitted` answers."""
-        config = Config(number=0, term=0, members=spec.witnesses)
-        proposer = Proposer(job, spec_bytes, FIRST_TERM, config, JobRecord(), None)
+        proposer = Proposer(job, spec_bytes, FIRST_TERM, spec.first_group, JobRecord(), None)
         self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
         if spec.submitter == self.me and job not in self.witnesses:
             self._first_terms.add(job)

@@ -161,15 +161,14 @@ def may_propose(
     witness knows only what this message says, so it takes the group that it names: the first one as the description has it,
     and a later one once other witnesses have vouched for the sender.
     """
-    first = Config(number=0, term=0, members=spec.witnesses)
-    if message.config.number == 0 and msgspec.structs.replace(message.config, term=0) != first:
+    if message.config.number == 0 and msgspec.structs.replace(message.config, term=0) != spec.first_group:
         return False
     if message.term < FIRST_TERM:
         return False
     if message.holder is None and sender in known.config.nodes:
         return True
     if message.term == FIRST_TERM and message.holder is None and message.record == JobRecord():
-        return message.config == (first if created else known.config)
+        return message.config == (spec.first_group if created else known.config)
     if sender == known.holder and message.term == known.promised:
         return True
     givers = (warrants(one, message.job, message.term, sender) for one in message.warrants)

@@ -168,7 +168,7 @@ class Vouching:
         witness = self._participant.witnesses.get(job)
         with suppress(TimeoutError):
             async with asyncio.timeout(FOUND_WITHIN_S):
-                present = await self._group.present(job, self._groups.get(job, _first_group(spec)), heard)
+                present = await self._group.present(job, self._groups.get(job, spec.first_group), heard)
                 if present is None and witness is not None:
                     return await self._group.present(job, witness.witness_record.config, heard)
                 if present is not None:
@@ -189,7 +189,7 @@ class Vouching:
         present = await self._present(job, spec, heard)
         if job in self._groups and (present is None or is_outdated(present)):
             # The witnesses before the group that this node remembers prove who came later.
-            present = await self._group.present(job, _first_group(spec), heard) or present
+            present = await self._group.present(job, spec.first_group, heard) or present
         if present is not None and not is_outdated(present):
             return Words(present[1])
         heard |= await self._later_records(job, nodes_to_ask(present, self._named(job), heard))
@@ -265,10 +265,6 @@ class Vouching:
             except (PeerError, SpecError):
                 continue
         raise Refused("this node cannot get the job's description")
-
-
-def _first_group(spec: JobSpec) -> Config:
-    return Config(number=0, term=0, members=spec.witnesses)
 
 
 def _record(answer: bytes | BaseException) -> WitnessRecord | None:

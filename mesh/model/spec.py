@@ -17,7 +17,7 @@ from membership.malformed import MALFORMED
 from mesh.model.bounds import MAX_GRACE_S, MAX_LEASE_S, MIN_LEASE_S
 from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import EnvironmentRefused, UvProject, check_project
-from mesh.model.record import Attempt, Commit, Voter, avoided, shunned
+from mesh.model.record import Attempt, Commit, Config, Voter, avoided, shunned
 from mesh.model.secrets import Lock, SealedSecrets, SecretError, check_lock, check_secrets
 from placement.advert import MAX_DRIVER_PARTS, WHOLE
 from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
@@ -208,6 +208,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     network: tuple[str, ...] = ()
     on: tuple[bytes, ...] = ()
     not_on: tuple[bytes, ...] = ()
+
+    @property
+    def first_group(self) -> Config:
+        """Return the witness group that the job begins with."""
+        return Config(number=0, term=0, members=self.witnesses)
 
     @property
     def author(self) -> bytes:

@@ -33,7 +33,7 @@ class AskingNode(StoringNode):
     def words(self, job: bytes, then: Callable[[Words], None]) -> None:
         """Ask a job's witnesses as `Vouching.words` does; `then` gets what they say."""
         own, spec = self.participant.witnesses.get(job), self.described(job)
-        known = [Config(number=0, term=0, members=spec.witnesses)]
+        known = [spec.first_group]
         known += [own.witness_record.config] if own is not None else []
         heard: dict[NodeId, WitnessRecord] = {}
 
