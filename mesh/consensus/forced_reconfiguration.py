@@ -8,6 +8,7 @@ have the same number. Their orders are gossiped, and the group with the lower nu
 
 from collections.abc import Mapping
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 
@@ -18,6 +19,8 @@ from mesh.consensus.view import Instant, View
 from mesh.model.record import Config, JobRecord, Number, Voter
 
 LEAP = 1 << 20  # more terms and group changes than the lost witnesses can have had among themselves
+MOST_REACHED = 1 << 52  # no honest node counts so far, and a term above it has room for the ties
+HASH_BYTES = 32
 TIES = 1 << 24  # recoveries that start from equal numbers differ in so many ways; 2^53 leaves room for 500 of them
 RECORD_LOST = "its record was lost"
 
@@ -27,11 +30,17 @@ class RecoveryError(ValueError):
 
 
 class ForcedReconfiguration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The statement that the user signs: this group keeps the job's record from this term on."""
+    """The statement that the user signs: this group keeps the job's record, of this hash, from this term on.
+
+    The order is gossiped, so any member has it; without the hash it could bring another record under it.
+    """
 
     job: bytes
     term: Number
     config: Config
+    record: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = (
+        b""  # empty in orders of 0.1.0: nobody takes one up any more
+    )
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -48,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 def make_plan(job: bytes, witness_records: Mapping[bytes, WitnessRecord], view: View, at: Instant) -> Plan:
     """Plan a recovery from the records that can still be read, by node; RecoveryError if there are none, or a majority."""
+    witness_records = {node: record for node, record in witness_records.items() if _reached(record) < MOST_REACHED}
     if not witness_records:
         raise RecoveryError("no node that can be reached has a record of the job: submit it again")
     if any(witness_record.final for witness_record in witness_records.values()):
@@ -72,16 +82,24 @@ def make_plan(job: bytes, witness_records: Mapping[bytes, WitnessRecord], view: 
     best = witness_records[best_first[0]]
     record = best.record.written_off(RECORD_LOST, at.unix_ms)
     members = tuple(voters[: len(voters) - (len(voters) + 1) % 2])
-    reached = max(config.number, *(witness_record.promised for witness_record in witness_records.values()))
+    reached = max(_reached(witness_record) for witness_record in witness_records.values())
     term = _number_above(reached, msgspec.msgpack.encode((members, record)))
     group = Config(number=term, term=term, members=members)
     return Plan(
-        reconfiguration=ForcedReconfiguration(job, term, group),
+        reconfiguration=ForcedReconfiguration(job, term, group, record_hash(record)),
         record=record,
         spec=best.spec,
         lost=tuple(node for node in config.nodes if node not in witness_records),
         kept=tuple(best_first),
     )
+
+
+def _reached(witness_record: WitnessRecord) -> int:
+    return max(witness_record.config.number, witness_record.promised)
+
+
+def record_hash(record: JobRecord) -> bytes:
+    return blake2b(msgspec.msgpack.encode(record), digest_size=HASH_BYTES).digest()
 
 
 def _number_above(reached: int, content: bytes) -> int:

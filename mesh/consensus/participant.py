@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from mesh.consensus.effects import Effect, Ended, SaveWitnessRecord, Send, SetTimer, Submitted, WitnessRecord
-from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, Plan
+from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, Plan, record_hash
 from mesh.consensus.gang import GangMember, gang_turn
 from mesh.consensus.leader import PATIENCE_S, PREPARED_S, Leader
 from mesh.consensus.messages import (
@@ -361,7 +361,7 @@ class Participant:
             effects += self._keep_warrants(message, witness)  # a joint group's reach a newcomer with the group after it
             effects += witness.handle(sender, message, at.now)
         elif self._rules.read_recovery(message.reconfiguration, job, witness.spec) == ForcedReconfiguration(
-            job, message.term, message.config
+            job, message.term, message.config, record_hash(message.record)
         ):
             effects += witness.accept_reconfiguration(sender, message, at.now)
         else:

@@ -5,7 +5,8 @@ One function for each question; docs/reference/authority.md lists them with the 
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 import msgspec
@@ -391,6 +392,23 @@ class Authority:
             if any(self.warrants_group(one, job, group) in proven for one in warrants[:MOST_WARRANTS]):
                 proven |= set(group.nodes)
         return proven
+
+    def records_of_witnesses(
+        self, job: bytes, records: Mapping[NodeId, WitnessRecord]
+    ) -> Mapping[NodeId, WitnessRecord]:
+        """Return the records of the job that its witnesses keep, as far as these prove them; if none is proven, all of it.
+
+        Those whose witnesses are lost may prove none, and are all that its user has left.
+        """
+        read: dict[NodeId, WitnessRecord] = {}
+        for node, record in records.items():
+            with suppress(SpecError):
+                spec = self.read_spec(job, record.spec)
+                read[node] = record
+        if not read:
+            return read
+        proven = self.witnesses_by(read.values(), spec)
+        return {node: record for node, record in read.items() if node in proven} or read
 
     def _open_warrant(self, warrant: bytes) -> tuple[NodeId | None, Warrant | None]:
         try:

@@ -1084,8 +1084,9 @@ class JobsWorld(MembershipWorld):
         rng = self.streams.get("world", "recover")
         askers += [rng.choice(nodes[1:])] if len(nodes) > 1 and rng.random() < 0.5 else []
         for asker in askers:
+            believed = asker.authority.records_of_witnesses(job, witness_records)
             try:
-                plan = make_plan(job, witness_records, asker.view(), asker.instant)
+                plan = make_plan(job, believed, asker.view(), asker.instant)
             except RecoveryError:
                 continue
             self.recoveries[job] += 1

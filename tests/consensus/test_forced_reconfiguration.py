@@ -8,6 +8,7 @@ import pytest
 from mesh.consensus.effects import Ended, SaveWitnessRecord, Send, Submitted, WitnessRecord
 from mesh.consensus.forced_reconfiguration import (
     LEAP,
+    MOST_REACHED,
     RECORD_LOST,
     TIES,
     ForcedReconfiguration,
@@ -167,7 +168,7 @@ def test_reconfiguration_without_the_users_signature_is_refused() -> None:
     before = stranger.witnesses[JOB].witness_record
     plan = plan_from({A: witness_record()})
     stated = plan.reconfiguration
-    proposer = Proposer(JOB, SPEC_BYTES, stated.term, stated.config, RECORD, None, order_of(plan))
+    proposer = Proposer(JOB, SPEC_BYTES, stated.term, stated.config, plan.record, None, order_of(plan))
     (accept,) = [send.message for send in proposer.propose(100.0) if send.to == A]
     assert stranger.receive(D, accept, at(100)) == []
     assert stranger.witnesses[JOB].witness_record == before and stranger.refused == 1
@@ -180,9 +181,47 @@ def test_order_to_recover_is_good_for_its_own_group_only() -> None:
         node = make_participant(A, witness_record())
         before = node.witnesses[JOB].witness_record
         group = Config(number=stated.config.number, term=stated.config.term, members=members)
-        proposer = Proposer(JOB, SPEC_BYTES, term, group, RECORD, None, order_of(plan))
+        proposer = Proposer(JOB, SPEC_BYTES, term, group, plan.record, None, order_of(plan))
         (accept,) = [send.message for send in proposer.propose(100.0) if send.to == A]
         assert node.receive(D, accept, at(100)) == [] and node.witnesses[JOB].witness_record == before
+
+
+def test_order_to_recover_is_good_for_its_own_record_only() -> None:
+    """Regression: any member, which the order reaches by gossip, could bring a record of its own under it."""
+    plan = plan_from({A: witness_record()})
+    stated, failed = plan.reconfiguration, Outcome("failed", "so says a stranger", 1, None, (), 1)
+    node = make_participant(A, witness_record())
+    for record in (plan.record.amended(outcome=failed), JobRecord(version=99), plan.record):
+        before = node.witnesses[JOB].witness_record
+        proposer = Proposer(JOB, SPEC_BYTES, stated.term, stated.config, record, None, order_of(plan))
+        (accept,) = [send.message for send in proposer.propose(100.0) if send.to == A]
+        node.receive(D, accept, at(100))
+        assert (node.witnesses[JOB].witness_record == before) == (record != plan.record)
+    assert node.witnesses[JOB].witness_record.record == plan.record
+    proposer = Proposer(
+        JOB, SPEC_BYTES, stated.term, stated.config, plan.record.amended(outcome=failed), None, order_of(plan)
+    )
+    (accept,) = [send.message for send in proposer.propose(100.0) if send.to == A]
+    assert node.receive(D, accept, at(101)) == [] and node.witnesses[JOB].witness_record.record == plan.record, (
+        "after it"
+    )
+
+
+def test_record_that_counts_too_far_is_left_out_of_a_plan() -> None:
+    """One node could otherwise leave no number for the group that the user names."""
+    far = (1 << 53) - 1
+    seven = witness_record(config=SEVEN)
+    for wild in (
+        msgspec.structs.replace(seven, promised=far),
+        msgspec.structs.replace(seven, config=msgspec.structs.replace(SEVEN, number=far)),
+    ):
+        plan = plan_from({A: seven, D: wild})
+        assert plan.kept == (A,) and plan.reconfiguration.term < far
+        assert decode_reconfiguration(order_of(plan)) == plan.reconfiguration
+        with pytest.raises(RecoveryError, match="no node that can be reached has a record"):
+            plan_from({D: wild})
+    most = plan_from({A: msgspec.structs.replace(seven, promised=MOST_REACHED - 1)})
+    assert decode_reconfiguration(order_of(most)) == most.reconfiguration
 
 
 def test_older_reconfiguration_is_refused() -> None:

@@ -425,6 +425,22 @@ def test_records_prove_the_witnesses_that_warrants_lead_to(town: Town) -> None:
     assert late == {*first, "guest", "lender"}, "it joined late, and another record has the change before"
 
 
+def test_user_recovers_a_job_from_the_records_of_its_witnesses(town: Town) -> None:
+    """Regression: whichever member answered with the highest term had its record taken."""
+    job, sealed = town.sealed("ada", spec := town.spec("ada", witnesses=town.voters("ada", "bob")))
+    true = known(town, spec, job=job, spec=sealed)
+    false = msgspec.structs.replace(true, accepted_term=99, promised=99)
+    ada, bob, guest = (town.node(name) for name in ("ada", "bob", "guest"))
+    believed = town.authority.records_of_witnesses
+    assert believed(job, {guest: false, bob: true}) == {bob: true}
+    assert believed(job, {guest: false}) == {guest: false}, "a record is better than none"
+    _, other_sealed = town.sealed("ada", town.spec("ada", argv=("other",)))
+    for unread in (b"", other_sealed):
+        wrong = msgspec.structs.replace(true, spec=unread)
+        assert believed(job, {ada: wrong, bob: true}) == {bob: true}
+        assert believed(job, {ada: wrong}) == {}
+
+
 def test_warrant_names_one_group(town: Town) -> None:
     spec = town.spec("ada")
     job, group = job_id(encode_spec(spec)), Config(0, 0, spec.witnesses)

@@ -256,14 +256,14 @@ class JobHandlers:
                 await keyring.share_with_witnesses(status.job, cipher, plan.reconfiguration.config)
         return self._plan_row(plan, go, key_problem)
 
-    async def _records(self, job: bytes) -> dict[NodeId, WitnessRecord]:
-        """Return every witness record of the job that can be read now."""
+    async def _records(self, job: bytes) -> Mapping[NodeId, WitnessRecord]:
+        """Return every record of the job's witnesses that can be read now."""
         me = self._lookup.me
         others = [one.node_id for one in self._membership.members() if one.present and one.node_id != me]
         answers = await asyncio.gather(*(self._lookup.record_of(node, job) for node in others))
         found = {node: record for node, record in zip(others, answers, strict=True) if record is not None}
         own = self._lookup.own_record(job)
-        return found | ({me: own} if own is not None else {})
+        return self._jobs.authority.records_of_witnesses(job, found | ({me: own} if own is not None else {}))
 
     def _plan_row(self, plan: Plan, done: bool, key_problem: str) -> schemas.jobs.Recovered:
         nicks, commit = nicks_of(self._membership), plan.record.commit

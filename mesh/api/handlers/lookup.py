@@ -233,7 +233,8 @@ class JobLookup:
         """Return another node's witness record of the job; None if it has none or does not answer."""
         with suppress(PeerError, *MALFORMED):
             path = f"/v1/jobs/{job.hex()}/witness-record"
-            return decode_witness_record(await self._peers.call(node, "GET", path, timeout_s=timeout_s))
+            record = decode_witness_record(await self._peers.call(node, "GET", path, timeout_s=timeout_s))
+            return record if record.job == job else None
         return None
 
     async def attempts(self, status: JobStatus) -> tuple[Attempt, ...]:
