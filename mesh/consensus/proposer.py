@@ -195,11 +195,10 @@ class Proposer:
             seated = Voter(sender, message.disk) in self.config.everyone
             return [Send(sender, self._accept(with_spec=True))] if seated else []
         if message.finished or message.promised > self.term:
-            # A partitioned minority may have promised any term, and one witness may lie about an end: they count only when
-            # the others form no quorum.
+            # A partitioned minority may have promised any term, and one witness may lie about an end or a later group: they
+            # count only when the others form no quorum.
             self._refusing.add(Voter(sender, message.disk))
-            replaced = message.config is not None and message.config.order > self.config.order
-            if replaced or not self.config.quorum(set(self.config.everyone) - self._refusing):
+            if not self.config.quorum(set(self.config.everyone) - self._refusing):
                 return Fenced()
         return []
 
