@@ -6,7 +6,7 @@ group that the job's user has named after most of the one before was lost.
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
@@ -14,7 +14,7 @@ from membership.identity import NodeId
 from membership.malformed import MALFORMED
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.participant import Participant
-from mesh.model.record import Config, Voter
+from mesh.model.record import Config, Voter, Voters
 from mesh.rpc.client import PeerClient, PeerError
 
 ANSWER_S = 3.0
@@ -96,20 +96,17 @@ def nodes_to_ask(present: Present | None, named: Iterable[NodeId], heard: Record
     return tuple(node for node in dict.fromkeys([*known, *named]) if node not in heard)[:LATER_ASKED]
 
 
-def last_words(
-    present: Present | None, proven: Records, least: int, recovered: Callable[[WitnessRecord], Config | None]
-) -> Words:
+def last_words(present: Present | None, proven: Records, least: int, agreed: Set[Voters]) -> Words:
     """Return what witnesses say while most of the present group may have lost their disks, or cannot be asked.
 
     Those who are `proven` are witnesses. One former witness can have a group accepted alone that it made up, but not two nodes
-    of it that say the same: a group of fewer than `least` nodes counts only if the job's user has named it.
+    of it that say the same: a group of fewer than `least` nodes counts only if it is one of those `agreed` on.
     """
     latest = max((record.config for record in proven.values()), key=lambda group: group.order, default=None)
     if latest is not None:
-        named = [group.members for group in map(recovered, proven.values()) if group is not None]
         known = {node: proven[node] for node in latest.nodes if node in proven and proven[node].config == latest}
         records = counted(latest, known)
-        if 2 * len(records) > len(latest.nodes) and (len(latest.members) >= least or latest.members in named):
+        if 2 * len(records) > len(latest.nodes) and (len(latest.members) >= least or latest.members in agreed):
             return Words(records)
     return Words({**(present[1] if present is not None else {}), **proven}, few=True)
 

@@ -5,7 +5,7 @@ One function for each question; docs/reference/authority.md lists them with the 
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
@@ -30,7 +30,7 @@ from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, decode_
 from mesh.consensus.messages import MOST_WARRANTS, Accept, Enlist, Start
 from mesh.consensus.witness import MOST_EARLIER
 from mesh.data.manifest import DataManifest
-from mesh.model.record import FIRST_TERM, Config, JobRecord
+from mesh.model.record import FIRST_TERM, Config, JobRecord, Voters
 from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
 
 LEAST_VOUCHERS = 2  # for a job whose submitter's certificate has ended: one witness alone may lie (own choice)
@@ -381,17 +381,34 @@ class Authority:
         The first group is in the job's description. A later one has a warrant by a member of one before, or is the one that the
         job's user has named in a recovery. A witness that joined late has no proof of the first changes: others have.
         """
-        named = [group for group in map(self.recovered_group, records) if group is not None]
-        proven = {voter.node for voter in spec.witnesses}.union(*(group.nodes for group in named))
-        known = [
-            (record.job, *group)
-            for record in records
-            for group in (*record.earlier[:MOST_EARLIER], (record.config, record.warrants))
-        ]
-        for job, group, warrants in sorted(known, key=lambda one: one[1].order):
-            if any(self.warrants_group(one, job, group) in proven for one in warrants[:MOST_WARRANTS]):
+        proven = {voter.node for voter in spec.witnesses}.union(*(group.nodes for group in self._named(records)))
+        for group, givers in self._known_groups(records):
+            if givers & proven:
                 proven |= set(group.nodes)
         return proven
+
+    def groups_agreed(self, records: Collection[WitnessRecord], spec: JobSpec) -> set[Voters]:
+        """Return the groups of a job that its user has named, or that most of the group before has accepted, as far as these
+        records prove it.
+        """
+        agreed = {spec.witnesses, *(group.members for group in self._named(records))}
+        for group, givers in self._known_groups(records):
+            before = {voter.node for voter in group.previous}
+            if group.previous in agreed and 2 * len(givers & before) > len(before):
+                agreed.add(group.members)
+        return agreed
+
+    def _named(self, records: Collection[WitnessRecord]) -> list[Config]:
+        return [group for group in map(self.recovered_group, records) if group is not None]
+
+    def _known_groups(self, records: Collection[WitnessRecord]) -> Iterator[tuple[Config, set[NodeId]]]:
+        """Yield the groups that these records know, the first one first, with the members that have accepted each."""
+        accepted: dict[Config, set[NodeId]] = {}
+        for record in records:
+            for group, warrants in (*record.earlier[:MOST_EARLIER], (record.config, record.warrants)):
+                givers = {self.warrants_group(one, record.job, group) for one in warrants[:MOST_WARRANTS]}
+                accepted.setdefault(group, set()).update(giver for giver in givers if giver is not None)
+        yield from sorted(accepted.items(), key=lambda one: one[0].order)
 
     def records_of_witnesses(
         self, job: bytes, records: Mapping[NodeId, WitnessRecord]

@@ -50,7 +50,8 @@ class AskingNode(StoringNode):
             heard.update(answers)
             witnesses = self.authority.witnesses_by(heard.values(), spec)
             proven = {node: record for node, record in heard.items() if node in witnesses}
-            then(last_words(present, proven, len(spec.witnesses), self.authority.recovered_group))
+            agreed = self.authority.groups_agreed(heard.values(), spec)
+            then(last_words(present, proven, len(spec.witnesses), agreed))
 
         found(None)
 

@@ -425,6 +425,47 @@ def test_records_prove_the_witnesses_that_warrants_lead_to(town: Town) -> None:
     assert late == {*first, "guest", "lender"}, "it joined late, and another record has the change before"
 
 
+def test_group_is_agreed_on_by_most_of_the_one_before(town: Town) -> None:
+    """Regression: what a job's last witness says counted for nothing, whoever had agreed to it, so jobs after it never began."""
+    job, sealed = town.sealed("ada", spec := town.spec("ada", witnesses=town.voters("ada", "bob", "guest")))
+    first = spec.witnesses
+
+    def record(*groups: tuple[Config, tuple[str, ...]]) -> WitnessRecord:
+        """Return a record with these groups and those who accepted them, the present one last."""
+        signed = [
+            (
+                group,
+                tuple(
+                    Authority(town.sealer(name), town.trust).warrant(job, 5, town.node(name), group) for name in names
+                ),
+            )
+            for group, names in groups
+        ]
+        (config, warrants), earlier = signed[-1], tuple(reversed(signed[:-1]))
+        return known(town, spec, job=job, spec=sealed, config=config, warrants=warrants, earlier=earlier)
+
+    def agreed(*groups: tuple[Config, tuple[str, ...]]) -> set[tuple[Voter, ...]]:
+        return town.authority.groups_agreed([record(*groups)], spec)
+
+    alone, pair = town.voters("ada"), town.voters("ada", "lender")
+    joint = Config(1, 5, alone, first)
+    last = (Config(1, 6, alone), ("ada",))
+    assert agreed((joint, ("ada", "guest")), last) == {first, alone}
+    assert agreed((joint, ("ada",)), last) == {first}, "it has made the group up"
+    assert agreed((joint, ("ada", "lender", "gone")), last) == {first}, "others do not vote on it"
+    assert agreed(last) == {first}
+    made_up = Config(1, 5, pair, town.voters("ada", "gone"))
+    assert agreed((made_up, ("ada", "gone")), last) == {first}, "the group before was never agreed on"
+    back = Config(3, 7, pair, alone)
+    assert agreed((joint, ("ada", "bob")), last, (back, ("ada",)), (Config(3, 8, pair), ())) == {first, alone, pair}
+    halves = [record((joint, (name,))) for name in ("ada", "bob")]
+    assert town.authority.groups_agreed(halves, spec) == {first, alone}, "witnesses hold different warrants"
+    named = msgspec.structs.replace(
+        record(last), reconfiguration=recovery(town, "ada2", job, 9, Config(9, 9, pair)).reconfiguration or b""
+    )
+    assert town.authority.groups_agreed([named], spec) == {first, pair}, "their user has named it"
+
+
 def test_user_recovers_a_job_from_the_records_of_its_witnesses(town: Town) -> None:
     """Regression: whichever member answered with the highest term had its record taken."""
     job, sealed = town.sealed("ada", spec := town.spec("ada", witnesses=town.voters("ada", "bob")))

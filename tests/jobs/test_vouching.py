@@ -19,7 +19,7 @@ from mesh.consensus.status import status_of
 from mesh.jobs import vouching as vouching_module
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.vouching import AT_ONCE, MOST_WAITING, REMEMBERED, WAITING_OF_ONE, Refused, Vouching
-from mesh.model.record import Attempt, Config, JobRecord
+from mesh.model.record import Attempt, Config, JobRecord, Voters
 from mesh.model.spec import JobSpec, SpecError
 from mesh.rpc.client import PeerError
 from tests.consensus.worlds import JOB, A, B, C, D, E, make_spec, make_start, make_witness, voters
@@ -66,8 +66,8 @@ class Judge:
     def witnesses_by(self, records: Collection[WitnessRecord], spec: JobSpec) -> set[bytes]:
         return {voter.node for voter in spec.witnesses} | self.proven
 
-    def recovered_group(self, record: WitnessRecord) -> None:
-        return None
+    def groups_agreed(self, records: Collection[WitnessRecord], spec: JobSpec) -> set[Voters]:
+        return set()
 
     def open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
         if self.ended:
