@@ -95,6 +95,18 @@ def test_jax(make_stack: Callable[..., Stack], place: Path) -> None:
         followed(Reader(place, machines_of(stack), where), "docs/tutorials/jax.md")
 
 
+@pytest.mark.slow
+@pytest.mark.frameworks
+def test_pictures(make_stack: Callable[..., Stack], place: Path) -> None:
+    """Three hundred megabytes stand for twenty gigabytes: also more than the 64 MiB from which a data set is streamed."""
+    with index(place / "index") as served:
+        served.offer_installed(SITE, "torch", "numpy")
+        stack = make_stack(3, uv_index=served.address)
+        where = {"UV_DEFAULT_INDEX": served.address, "HOME": str(place)}
+        given = {"pictures 20": "pictures 0.3"}
+        followed(Reader(place, machines_of(stack), where, given), "docs/tutorials/pictures.md")
+
+
 @pytest.mark.cc
 def test_cpp(make_stack: Callable[..., Stack], place: Path) -> None:
     followed(Reader(place, machines_of(make_stack(3))), "docs/tutorials/cpp.md")

@@ -326,6 +326,8 @@ def test_only_the_user_of_a_job_recovers_it(town: Town) -> None:
     for changes in ({"term": 10}, {"job": b"k" * 16}, {"config": Config(9, 9, spec.witnesses)}):
         assert not allowed(msgspec.structs.replace(good, **changes), spec), changes
     assert not allowed(msgspec.structs.replace(good, reconfiguration=b"ada says so"), spec)
+    eves = town.spec("lender")
+    assert not allowed(recovery(town, "lender", job, 9, config), eves), "of her own job, but she may only lend"
 
 
 def test_record_names_a_recovered_group_by_the_users_word_only(town: Town) -> None:
@@ -453,6 +455,9 @@ def test_group_is_agreed_on_by_most_of_the_one_before(town: Town) -> None:
     assert agreed((joint, ("ada", "guest")), last) == {first, alone}
     assert agreed((joint, ("ada",)), last) == {first}, "it has made the group up"
     assert agreed((joint, ("ada", "lender", "gone")), last) == {first}, "others do not vote on it"
+    named = Config(5, 7, alone, town.voters("ada", "bob"))
+    two = Config(4, 6, town.voters("ada", "bob"), first)
+    assert alone not in agreed((two, ("ada", "bob")), (named, ("ada",))), "half of a group is no majority"
     assert agreed(last) == {first}
     made_up = Config(1, 5, pair, town.voters("ada", "gone"))
     assert agreed((made_up, ("ada", "gone")), last) == {first}, "the group before was never agreed on"
@@ -562,7 +567,8 @@ def test_group_is_changed_by_no_other_member(town: Town) -> None:
     assert not town.authority.may_propose(thief, full, at, spec, True)
     late = msgspec.structs.replace(at.config, term=2**52)
     ahead = msgspec.structs.replace(blank, config=late)
-    assert not town.authority.may_propose(thief, ahead, at, spec, True), "it would refuse the group of the submission"
+    new = msgspec.structs.replace(at, config=late)  # a new witness takes the group that the message names
+    assert not town.authority.may_propose(thief, ahead, new, spec, True), "it would refuse the group of the submission"
     assert town.authority.may_propose(town.node("ada"), ahead, at, spec, True), "a witness proposes it under its term"
     beside = msgspec.structs.replace(full, config=msgspec.structs.replace(at.config, previous=mine.members))
     assert not town.authority.may_propose(thief, beside, msgspec.structs.replace(at, config=beside.config), spec, True)
