@@ -363,6 +363,8 @@ async def test_checkpoint_directory_that_cannot_be_read_ends_no_watch(
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
     assert caplog.text.count("cannot be read") == 1
+    told = [text for text, new in place.notes if new == "checkpoints unreadable"]
+    assert len(told) == 1 and "symbolic links" in told[0], "an event of the job says so too"
     directory.unlink()
     (directory / "step-1").mkdir(parents=True)
     assert await place.next_event() == CheckpointFound()
