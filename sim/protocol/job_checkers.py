@@ -125,9 +125,9 @@ def _meet(one: Config, other: Config) -> bool:
 
 
 class HonestEnd(JobChecker):
-    """J14: one witness cannot end a job.
+    """J14: neither one witness nor any other member can end a job.
 
-    Found by: witnesses that believe one of them.
+    Found by: witnesses that believe one of them, or any record under an order to recover the job.
     """
 
     name = "J14"

@@ -123,6 +123,7 @@ PUBLISH_S, PUBLISH_TTL_S = 600.0, 3600.0
 LEASE_S = 6.0
 CLOCKS_SEEN_S = OBSERVE_S + 0.5  # until a node whose wall clock was set right has looked at it
 LIE = "lie"  # begins the detail of an outcome that a malicious witness made up
+HEARD_S = 0.5  # until the quickest hear of an order to recover a job
 AGREE_S = 30.0  # for restarted nodes to rejoin before a user recovers a job
 ANY_END_SHARE = 0.3  # of jobs that come after another one: however that ends
 SELDOM_SHARE = 0.2  # of jobs that save once, after their first few steps
@@ -428,6 +429,8 @@ class JobNode(KeepingNode):
     def _publish_recovery(self, witness_record: WitnessRecord) -> None:
         if witness_record.reconfiguration:
             self.core.publish(RECOVERED + witness_record.job.hex(), witness_record.reconfiguration, PUBLISH_TTL_S)
+            if witness_record.promised == witness_record.config.number:  # nobody has won a later term yet
+                self.world.misuse_order(witness_record)
 
     def _observe_periodically(self) -> None:
         if self._places_left != self._free:
@@ -1094,6 +1097,19 @@ class JobsWorld(MembershipWorld):
             for checker in self.job_checkers:
                 checker.recovered(self, job)
             asker.after(rng.uniform(0.0, 2.0), asker.recover, plan)
+
+    def misuse_order(self, taken: WitnessRecord) -> None:
+        """Let a malicious member, which hears of an order to recover a job, bring a record of its own under it."""
+        rng = self.streams.get("world", "misuse")
+        thieves = [node for node in self.nodes if node.up and node.serving and node.id not in taken.config.nodes]
+        if not thieves:
+            return
+        thief = rng.choice(thieves)
+        ended = Outcome("cancelled", f"{LIE} of {thief.name}", None, None, (), 0)
+        lie = msgspec.structs.replace(taken.record, version=taken.record.version + 1, outcome=ended)
+        accept = Accept(taken.job, taken.promised, 1, taken.config, lie, None, reconfiguration=taken.reconfiguration)
+        for node in taken.config.nodes:
+            thief.after(rng.uniform(0.0, HEARD_S), thief.send, node, accept)
 
     # --- incidents
 

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -190,6 +191,11 @@ class TestNegativeControls:
     def test_witnesses_that_take_any_members_word(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Authority, "may_propose", lambda *asked: True)
         assert found(lambda seed: harsh(seed, incidents=("theft", "partition"))).startswith("J13 ")
+
+    def test_order_to_recover_is_good_for_any_record(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("mesh.consensus.participant.record_hash", lambda record: ANY)
+        lossy = ("wipe", "crash", "leave")
+        assert found(lambda seed: harsh(seed, incidents=lossy, incident_every_s=4.0)).startswith("J14 ")
 
     def test_witnesses_that_take_any_members_warrant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = Authority.may_propose
