@@ -144,10 +144,10 @@ class JobTable:
             for source in [source for source in views if source not in still]:
                 self.update(source, job, None)
 
-    def over_told(self, job: bytes) -> bool:
-        """Tell whether another node says that a job is over."""
+    def told_over_by(self, job: bytes) -> Sequence[Source]:
+        """Return the other nodes that say that a job is over."""
         views = self._views.get(job, {})
-        return any(view.outcome is not None for source, view in views.items() if source != OWN)
+        return [source for source, view in views.items() if source != OWN and view.outcome is not None]
 
     def own(self, job: bytes) -> JobStatus | None:
         """Return this node's own view of a job."""

@@ -100,7 +100,13 @@ class OwnStatus:
         if status is not None and overruled:
             self._gossip.publish(status)  # in place of the end
         elif status is not None and speaks_for(
-            status, self._me, runs, acts, self._mesh_view.last.alive, self._job_table.over_told(job), time.time() * 1000
+            status,
+            self._me,
+            runs,
+            acts,
+            self._mesh_view.last.alive,
+            bool(self._job_table.told_over_by(job)),
+            time.time() * 1000,
         ):
             self._gossip.publish(status)
 

@@ -54,7 +54,7 @@ class StatusBoard:
             running = attempt is not None and bool(attempt.running_unix_ms)
             over = witness is not None and witness.finished
             commits = (record.commit, record.predecessor, record.needed, record.outcome)
-            over_told = self.table.over_told(job)
+            over_told = bool(self.table.told_over_by(job))
             late = over and record.outcome is not None and at.unix_ms - record.outcome.ended_unix_ms >= NEWS_S * 1000
             told = (*commits, over, over_told, late, attempt is None, running, waiting is None, state, *where, alive)
             if self._told.get(job) == told:

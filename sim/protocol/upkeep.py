@@ -71,7 +71,8 @@ class KeepingNode(AskingNode):
             self.store.forget_old(job, needed_by_all([known.record.needed for known in words.records.values()]))
 
     def _ask_for_ends(self) -> None:
-        awaited = may_have_ended(self.participant.leaders.values(), self.board.table)
+        lines = may_have_ended(self.participant.leaders.values(), self.board.table)
+        awaited = {job: None for jobs in lines.values() for job in jobs}
         self._again.keep_only(awaited)
         for job in awaited:
             if job not in self._asking and self._again.is_due(job, self.boot()):

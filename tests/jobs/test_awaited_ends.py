@@ -1,6 +1,7 @@
 """Awaited ends: a job that waits for another goes by the word of that one's witnesses."""
 
 import asyncio
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,53 @@ async def test_jobs_that_were_asked_about_least_often_go_first(monkeypatch: pyte
         world.ends._again.failed(job, 0.0)
     world.ends.look()
     assert jobs[AT_ONCE] in world.ends._asking
+    await world.look()
+
+
+def invent(world: World, count: int, *nodes: bytes) -> list[bytes]:
+    """Have nodes publish that so many jobs of the array are over."""
+    of = len(world.table.views())
+    jobs = [b"i" + number.to_bytes(15) for number in range(of, of + count)]
+    for job in jobs:
+        for node in nodes:
+            status = msgspec.structs.replace(view("done", outcome=DONE, array=LIMITED), job=job)
+            world.table.update(node, job, status)
+    return jobs
+
+
+async def test_jobs_that_others_come_after_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go first although they were asked about before, and the nodes of others publish inventions."""
+    second = b"s" * 16
+    world = World(monkeypatch, array=LIMITED, after=(FIRST, second))
+    world.table.update(A, second, view("running"))
+    for node in (A, B, C, D):
+        invent(world, 100, node)
+    world.ends._again.failed(FIRST, 0.0)
+    world.ends.look()
+    assert next(iter(world.ends._asking)) == FIRST and len(world.ends._asking) == AT_ONCE
+    world.table.update(A, second, None)
+    world.ends.look()
+    assert second not in world.ends._asking, "all slots are in use"
+    await world.look()
+    assert second in world.asked[: AT_ONCE + 1], "it has the next slot"
+
+
+async def test_nodes_that_publish_ends_share_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, array=LIMITED, after=())
+    invented = invent(world, 400, D)
+    mine = invent(world, 20, D, A)
+    for job in mine:
+        world.ends._again.failed(job, 0.0)
+    world.ends.look()
+    asking = Counter(job in mine for job in world.ends._asking)
+    assert asking == {True: AT_ONCE // 2, False: AT_ONCE // 2}, "the member that invents ends claims the others, too"
+    await world.look()
+    assert sorted(world.asked) == sorted(invented + mine), "once each"
+    assert set(world.asked[:48]) > set(mine), "as fast as if none were invented by another"
+    world.now += AGAIN_MAX_S
+    later = invent(world, 1, B)
+    world.ends.look()
+    assert later[0] in world.ends._asking
     await world.look()
 
 

@@ -244,9 +244,9 @@ def test_job_table_tells_whether_another_node_says_that_a_job_is_over() -> None:
     job_table = JobTable()
     job_table.update(OWN, JOB, view("done", outcome=DONE))
     job_table.update(A, JOB, view("running"))
-    assert not job_table.over_told(JOB)
+    assert not job_table.told_over_by(JOB)
     job_table.update(B, JOB, view("done", outcome=DONE))
-    assert job_table.over_told(JOB)
+    assert job_table.told_over_by(JOB)
 
 
 class PublishedStatuses:
