@@ -9,11 +9,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from membership.lengths import Text
 from membership.malformed import MALFORMED
 from placement.rendezvous import lane
 
 MAX_WEIGHT = 64
 MAX_DRIVER_PARTS = 4
+MAX_GPUS = 64  # of a node
 MAX_IMAGES = 256  # of each kind; a section holds 16 KiB
 MAX_LINE = 300  # characters of a line on system checkpoints (own choice)
 HORIZONS_S = tuple(900 << doubling for doubling in range(7))  # 15 min to 16 h: the run time of most jobs (own choice)
@@ -51,7 +53,7 @@ class Gpu(msgspec.Struct, frozen=True):
 class Portion(msgspec.Struct, frozen=True, array_like=True):
     """A part of one GPU: free in an advert, or allocated to a job. `share`: guaranteed per cent of its time."""
 
-    uuid: str
+    uuid: Text
     share: Percent
     vram_mib: Mebibytes
 
@@ -197,7 +199,7 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
     named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
     most = max(len(advert.data_ids), len(advert.data_paths), len(advert.network), *map(len, named))
-    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or most > MAX_IMAGES:
+    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > MAX_GPUS or most > MAX_IMAGES:
         raise AdvertError("an advert's numbers are out of range")
     if not advert.system.valid:
         raise AdvertError("an advert's text on system checkpoints is not one printable line")

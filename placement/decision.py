@@ -6,9 +6,11 @@ A decision names the version of every advert it used, so every node with those a
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 
+from membership.lengths import MOST_LISTED, Id, Ids
 from placement.advert import MAX_WEIGHT, Advert
 from placement.allocation import all_free
 from placement.filters import image_refusal, refusals
@@ -28,12 +30,12 @@ class Decision(msgspec.Struct, frozen=True):
     a hash of the request. Nodes in `declined` had refused the job; on nodes in `kept`, places were reserved for other jobs."""
 
     rule: int
-    job: bytes
+    job: Id
     attempt: int
-    asked: bytes
-    order: tuple[tuple[bytes, int, int], ...]
-    declined: tuple[bytes, ...] = ()
-    kept: tuple[bytes, ...] = ()
+    asked: Id
+    order: Annotated[tuple[tuple[Id, int, int], ...], msgspec.Meta(max_length=MOST_LISTED)]
+    declined: Ids = ()
+    kept: Ids = ()
 
     @property
     def chosen(self) -> bytes:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from placement.advert import HORIZONS_S, WHOLE, Count, Mebibytes, horizon_of
+from membership.lengths import MOST_LISTED, Id, Ids, Text, Texts
+from placement.advert import HORIZONS_S, MAX_DRIVER_PARTS, WHOLE, Count, Mebibytes, horizon_of
 
 SHORT_S = 3600  # expected run time of a job that has just begun: the mean of its first hours in GPU traces (own choice)
 
@@ -26,8 +27,8 @@ SHORT_ID = 8  # bytes of a data set's id in a request and in adverts
 class WantedData(msgspec.Struct, frozen=True):
     """A data set that the job reads: a prefix of its id, and its size. Without an id only nodes that offer the name have it."""
 
-    name: str
-    id: bytes = b""
+    name: Text
+    id: Id = b""
     mib: Mebibytes = 0
 
 
@@ -44,36 +45,36 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     nodes in `near` have the last checkpoint.
     """
 
-    job: bytes
+    job: Id
     attempt: Count
-    user: str
+    user: Text
     gpus: Count = 0
     gpu_share: Annotated[int, msgspec.Meta(ge=1, le=WHOLE)] = WHOLE
     vram_mib: Mebibytes = 0
     capability: tuple[int, int] = (0, 0)
-    gpu_model: str = ""
-    driver: tuple[int, ...] = ()
-    engine: str | None = None
-    image: str | None = None
-    image_id: bytes | None = None  # the SHA-256 of its configuration, as the mesh's list has it
-    zone: str | None = None
+    gpu_model: Text = ""
+    driver: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DRIVER_PARTS)] = ()
+    engine: Text | None = None
+    image: Text | None = None
+    image_id: Id | None = None  # the SHA-256 of its configuration, as the mesh's list has it
+    zone: Text | None = None
     interactive: bool = False
     nodes: Annotated[int, msgspec.Meta(ge=1)] = 1
     memory_mib: Mebibytes | None = None
     cpus: Count | None = None
-    exclude: tuple[bytes, ...] = ()
-    avoid: tuple[bytes, ...] = ()
-    prefer: bytes | None = None
-    near: tuple[bytes, ...] = ()
+    exclude: Ids = ()
+    avoid: Ids = ()
+    prefer: Id | None = None
+    near: Ids = ()
     remaining_s: Count = SHORT_S
     system: bool = False
-    platform: str = ""
-    user_key: bytes = b""
-    only: tuple[bytes, ...] = ()
-    on: tuple[bytes, ...] = ()
-    not_on: tuple[bytes, ...] = ()
-    data: tuple[WantedData, ...] = ()
-    network: tuple[str, ...] = ()
+    platform: Text = ""
+    user_key: Id = b""
+    only: Ids = ()
+    on: Ids = ()
+    not_on: Ids = ()
+    data: Annotated[tuple[WantedData, ...], msgspec.Meta(max_length=MOST_LISTED)] = ()
+    network: Texts = ()
     uv: bool = False
 
     @property

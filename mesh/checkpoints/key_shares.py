@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import combinations, islice
+from typing import Annotated
 
 import msgspec
 
 from ckptstore.cipher import KEY_BYTES, StateCipher
 from membership.identity import NodeId, encrypt_to
+from membership.lengths import Id
 from membership.malformed import MALFORMED
 from mesh.model.secrets import Lock
 from mesh.model.spec import MAX_WITNESSES
@@ -28,17 +30,17 @@ class Share(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     the key.
     """
 
-    split_id: bytes
+    split_id: Id
     threshold: int
     x: int
-    value: bytes
+    value: Id
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
     """A node's part of a job's key: shares of it, or all of it."""
 
-    shares: tuple[Share, ...] = ()
-    key: bytes = b""
+    shares: Annotated[tuple[Share, ...], msgspec.Meta(max_length=MAX_SHARES)] = ()
+    key: Id = b""
 
 
 def seal_shares(cipher: StateCipher, witnesses: Sequence[NodeId], author: bytes) -> Lock:
@@ -95,12 +97,9 @@ def encode_held(held: Held) -> bytes:
 def decode_held(data: bytes) -> Held:
     """Decode what a node has of a key; ValueError if malformed."""
     try:
-        held = _held_decoder.decode(data)
+        return _held_decoder.decode(data)
     except MALFORMED as error:
         raise ValueError(f"not shares of a key: {error}") from error
-    if len(held.shares) > MAX_SHARES:
-        raise ValueError(f"more than {MAX_SHARES} shares of a key")
-    return held
 
 
 _share_decoder = msgspec.msgpack.Decoder(Share)

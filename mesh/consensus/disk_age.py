@@ -6,6 +6,7 @@ has, its disk takes another name: it counts as lost, and is another voter (`reco
 
 import msgspec
 
+from membership.lengths import Id
 from membership.malformed import MALFORMED
 
 SECTION = "disk"
@@ -17,7 +18,7 @@ HEAR_WITHIN_S = 2.0  # at a start, to be told by another node (own choice)
 class DiskAge(msgspec.Struct, frozen=True):
     """The name of a journal's disk, and the number of its saves that are certainly on it."""
 
-    disk: bytes
+    disk: Id
     saves: int
 
 

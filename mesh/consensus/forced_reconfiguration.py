@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from membership.lengths import Id
 from membership.malformed import MALFORMED
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.proposer import WANT_WITNESSES
@@ -35,7 +36,7 @@ class ForcedReconfiguration(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     The order is gossiped, so any member has it; without the hash it could bring another record under it.
     """
 
-    job: bytes
+    job: Id
     term: Number
     config: Config
     record: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = (

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from membership.lengths import shortened
 from mesh.consensus.contract import ExitFacts, judge
 from mesh.consensus.effects import Effect, Ended, Kill, Launch, Notify, RunUntil, Send, SetTimer, StateChanged
 from mesh.consensus.messages import (
@@ -220,7 +221,7 @@ class Gang:
         return all(member.ended or now >= member.runs_until for member in self._members.values())
 
     def _dismissal(self, grace_s: float, reason: str) -> Dismiss:
-        return Dismiss(job=self.job, term=self.term, grace_s=grace_s, reason=reason)
+        return Dismiss(job=self.job, term=self.term, grace_s=grace_s, reason=shortened(reason))
 
 
 def _at_notice(code: int) -> ExitFacts:
@@ -310,7 +311,8 @@ class GangMember:
 
     def exited(self, code: int, problem: str, at: Instant) -> list[Effect]:
         """The guest has ended, or could not start (`problem`); the runner decides what that means."""
-        self._end = MemberEnded(job=self.job, term=self.term, code=code, problem=problem or self._leaving)
+        problem = shortened(problem or self._leaving)
+        self._end = MemberEnded(job=self.job, term=self.term, code=code, problem=problem)
         self._tokens.cancel("grace")
         report = Send(self.runner, self._end)
         return (
@@ -322,7 +324,8 @@ class GangMember:
     def vacate(self, grace_s: float, reason: str, at: Instant) -> list[Effect]:
         """The machine's owner wants it back: the runner must tell the whole gang."""
         self._leaving = self._leaving or reason
-        leaving = Send(self.runner, MemberLeaving(job=self.job, term=self.term, grace_s=grace_s, reason=reason))
+        message = MemberLeaving(job=self.job, term=self.term, grace_s=grace_s, reason=shortened(reason))
+        leaving = Send(self.runner, message)
         if self.state == "enlisted":
             return [leaving, *self._over(reason)]
         return [leaving, *self._notice(grace_s, reason, at)] if grace_s > 0 else [leaving, Kill(reason)]

@@ -11,6 +11,7 @@ from random import Random
 
 import msgspec
 
+from membership.lengths import shortened
 from mesh.consensus.effects import Concluded, Decided, Effect, Send, SetTimer, StateChanged
 from mesh.consensus.messages import (
     Accepted,
@@ -466,7 +467,7 @@ class Leader:
         commit = record.commit
         outcome = Outcome(
             kind=kind,
-            detail=detail,
+            detail=shortened(detail),
             exit_code=None,
             manifest=commit.manifest if commit else None,
             holders=commit.holders if commit else (),

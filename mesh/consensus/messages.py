@@ -9,16 +9,20 @@ from typing import Annotated
 
 import msgspec
 
+from membership.lengths import Id, Text
 from membership.malformed import MALFORMED
+from mesh.model.events import MAX_REPORTED
 from mesh.model.record import Config, JobRecord, Number
 
+MAX_MESSAGE_BYTES = 1 << 20  # a spec (256 KiB of text) and a full record, with a margin
+Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 MOST_WARRANTS = 8  # of one message: a leader's, and those of two groups of three witnesses
 SealedWarrant = Annotated[bytes, msgspec.Meta(max_length=512)]
 Warrants = Annotated[tuple[SealedWarrant, ...], msgspec.Meta(max_length=MOST_WARRANTS)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
-    job: bytes
+    job: Id
 
 
 class Prepare(Message, frozen=True, tag="prepare"):
@@ -46,12 +50,12 @@ class PreVoteGranted(Message, frozen=True, tag="pre_vote_granted"):
     """The term would be promised."""
 
     term: Number
-    disk: bytes
+    disk: Id
 
 
 class Promised(Message, frozen=True, tag="promised"):
     term: Number
-    disk: bytes
+    disk: Id
     config: Config
     accepted_term: Number
     record: JobRecord
@@ -72,10 +76,10 @@ class Accept(Message, frozen=True, tag="accept"):
     round: Number
     config: Config
     record: JobRecord
-    holder: bytes | None
-    owner: bytes = b""
-    spec: bytes | None = None
-    reconfiguration: bytes | None = None
+    holder: Id | None
+    owner: Id = b""
+    spec: Sealed | None = None
+    reconfiguration: Sealed | None = None
     warrants: Warrants = ()
     renews: bool = True
 
@@ -86,7 +90,7 @@ class Accepted(Message, frozen=True, tag="accepted"):
     """
 
     term: Number
-    disk: bytes
+    disk: Id
     round: Number
     cancel_wanted: bool = False
     warrant: SealedWarrant = b""
@@ -96,7 +100,7 @@ class Refused(Message, frozen=True, tag="refused"):
     """A refusal: a higher term was promised, a lease still runs (`lease_left_s`), or the receiver needs the job's spec."""
 
     term: Number
-    disk: bytes
+    disk: Id
     round: Number
     promised: Number
     config: Config | None
@@ -110,14 +114,14 @@ class Refused(Message, frozen=True, tag="refused"):
 class Introduce(Message, frozen=True, tag="introduce"):
     """Ask a node whether it can be a witness of this job, before a group that needs its vote names it."""
 
-    spec: bytes
+    spec: Sealed
 
 
 class Introduced(Message, frozen=True, tag="introduced"):
     """`problem` is empty if the node can read the job's spec and can vote with this disk."""
 
-    disk: bytes
-    problem: str = ""
+    disk: Id
+    problem: Text = ""
 
 
 class Start(Message, frozen=True, tag="start"):
@@ -128,14 +132,14 @@ class Start(Message, frozen=True, tag="start"):
     term: Number
     config: Config
     record: JobRecord
-    spec: bytes
+    spec: Sealed
     warrant: SealedWarrant = b""
 
 
 class StartAnswer(Message, frozen=True, tag="start_answer"):
     term: Number
     taken: bool
-    reason: str
+    reason: Text
 
 
 class Released(Message, frozen=True, tag="released"):
@@ -156,8 +160,8 @@ class Migrate(Message, frozen=True, tag="migrate"):
     `Cancel`.
     """
 
-    user: str
-    to: bytes | None
+    user: Text
+    to: Id | None
 
 
 class MakeRoom(Message, frozen=True, tag="make_room"):
@@ -165,8 +169,8 @@ class MakeRoom(Message, frozen=True, tag="make_room"):
     the runner of `job`.
     """
 
-    wanted_by: bytes
-    spec: bytes
+    wanted_by: Id
+    spec: Sealed
 
 
 class GangPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -176,7 +180,7 @@ class GangPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     rank: int
     size: int
-    host: str
+    host: Text
     port: int
 
 
@@ -185,13 +189,13 @@ class Enlist(Message, frozen=True, tag="enlist"):
 
     term: Number
     number: Number
-    spec: bytes
+    spec: Sealed
 
 
 class Enlisted(Message, frozen=True, tag="enlisted"):
     term: Number
     taken: bool
-    reason: str
+    reason: Text
 
 
 class Begin(Message, frozen=True, tag="begin"):
@@ -222,7 +226,7 @@ class MemberEnded(Message, frozen=True, tag="member_ended"):
 
     term: Number
     code: int
-    problem: str = ""
+    problem: Text = ""
 
 
 class MemberLeaving(Message, frozen=True, tag="member_leaving"):
@@ -230,7 +234,7 @@ class MemberLeaving(Message, frozen=True, tag="member_leaving"):
 
     term: Number
     grace_s: float
-    reason: str
+    reason: Text
 
 
 class Dismiss(Message, frozen=True, tag="dismiss"):
@@ -238,19 +242,19 @@ class Dismiss(Message, frozen=True, tag="dismiss"):
 
     term: Number
     grace_s: float
-    reason: str
+    reason: Text
 
 
 class EventReport(Message, frozen=True, tag="event_report"):
     """Signed events of the job for its witnesses to keep (`model/events.py`)."""
 
-    events: tuple[bytes, ...]
+    events: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_REPORTED)]
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
     """The job's user wants it ended. The receiver checks authority against the spec's user."""
 
-    user: str
+    user: Text
 
 
 GangMessage = Enlist | Enlisted | Begin | ExtendRun | RunGranted | MemberEnded | MemberLeaving | Dismiss
@@ -280,8 +284,6 @@ AnyMessage = (
 class MessageError(ValueError):
     """The bytes are not a job message."""
 
-
-MAX_MESSAGE_BYTES = 1 << 20  # a spec (256 KiB of text) and a full record, with a margin
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 

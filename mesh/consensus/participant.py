@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from membership.lengths import shortened
 from mesh.consensus.effects import Effect, Ended, SaveWitnessRecord, Send, SetTimer, Submitted, WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, Plan, record_hash
 from mesh.consensus.gang import GangMember, gang_turn
@@ -446,7 +447,7 @@ class Participant:
             self._spec(message.job, message.spec)
         except SpecError as error:
             self.refused += 1
-            return Introduced(message.job, disk, str(error))
+            return Introduced(message.job, disk, shortened(str(error)))
         return Introduced(message.job, disk)
 
     def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed]:
@@ -502,7 +503,7 @@ class Participant:
         job = message.job
 
         def answer(reason: str) -> list[Directed]:
-            reply = StartAnswer(job=job, term=message.term, taken=not reason, reason=reason)
+            reply = StartAnswer(job=job, term=message.term, taken=not reason, reason=shortened(reason))
             return self._from(job, "runner", [Send(sender, reply)])
 
         running = self.runners.get(job)
@@ -532,7 +533,7 @@ class Participant:
         job = message.job
 
         def answer(reason: str) -> list[Directed]:
-            reply = Enlisted(job=job, term=message.term, taken=not reason, reason=reason)
+            reply = Enlisted(job=job, term=message.term, taken=not reason, reason=shortened(reason))
             return self._from(job, "member", [Send(sender, reply)])
 
         member = self.members.get(job)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from membership.lengths import MOST_LISTED, shortened
 from mesh.consensus.contract import (
     EXIT_CHECKPOINTED,
     EXIT_NOT_EXECUTABLE,
@@ -305,7 +306,8 @@ class Runner:
                 commit = self.record.commit
                 if commit is None or commit.manifest != manifest or self._ending:
                     return []
-                self._proposer.record = self.record.amended(commit=msgspec.structs.replace(commit, holders=holders))
+                commit = msgspec.structs.replace(commit, holders=holders[:MOST_LISTED])
+                self._proposer.record = self.record.amended(commit=commit)
                 return self._propose(at)
             case Progressed(step=step):
                 self.attempt = msgspec.structs.replace(self.attempt, last_step=step)
@@ -635,10 +637,10 @@ class Runner:
         kind: OutcomeKind = "done" if ends == "done" else "cancelled" if ends == "cancelled" else "failed"
         outcome = Outcome(
             kind=kind,
-            detail=self._ending + (f"; {event.detail}" if event.detail else ""),
+            detail=shortened(self._ending + (f"; {event.detail}" if event.detail else "")),
             exit_code=self._exited.code if self._exited is not None else None,
             manifest=event.manifest,
-            holders=event.holders,
+            holders=event.holders[:MOST_LISTED],
             ended_unix_ms=at.unix_ms,
         )
         self._outcome = outcome

@@ -9,13 +9,14 @@ from typing import Annotated, TypeVar, cast
 
 import msgspec
 
+from membership.lengths import Id, Text, shortened
 from membership.malformed import MALFORMED
 from mesh.consensus.contract import Progress
 from mesh.consensus.runner import Runner
 from mesh.consensus.witness import Witness
-from mesh.model.record import Attempt, Commit, Config, Needed, Number, Outcome, OutcomeKind, Voter
+from mesh.model.record import Attempts, Commit, Config, Needed, Number, Outcome, OutcomeKind, Voter
 from mesh.model.spec import JOB_ID_BYTES, ArrayPlace, SpecError, check_array
-from placement.advert import WHOLE, Count, Percent, Portion
+from placement.advert import MAX_GPUS, WHOLE, Count, Percent, Portion
 from placement.allocation import gpu_percent
 from placement.queue import Priority, Waiting
 
@@ -45,7 +46,7 @@ class NextCheckpoint(msgspec.Struct, frozen=True):
     due_unix: Number
     interval_s: Seconds
     loss_s: Seconds
-    why: str
+    why: Text
 
 
 class Saving(msgspec.Struct, frozen=True):
@@ -53,7 +54,7 @@ class Saving(msgspec.Struct, frozen=True):
     while it is written to the local store.
     """
 
-    kind: str
+    kind: Text
     seq: Number
     since_unix_ms: Number
     sent: Number = 0
@@ -66,14 +67,14 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
     leader, other).
     """
 
-    job: bytes
-    name: str
-    user: str
-    submitter: bytes
-    command: str
+    job: Id
+    name: Text
+    user: Text
+    submitter: Id
+    command: Text
     created_unix_ms: Number
-    state: str
-    detail: str
+    state: Text
+    detail: Text
     rank: tuple[Number, Number, Number, Role]
     config: Config
     gpus: Count
@@ -81,8 +82,8 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
     gpu_share_limit: Percent = WHOLE
     vram_mib: Count = 0
     vram_limit_mib: Count = 0
-    portions: tuple[Portion, ...] = ()  # of its host's GPUs
-    attempts: tuple[Attempt, ...] = ()
+    portions: Annotated[tuple[Portion, ...], msgspec.Meta(max_length=MAX_GPUS)] = ()  # of its host's GPUs
+    attempts: Attempts = ()
     array: ArrayPlace | None = None
     priority: Priority = 0
     saves: bool = False  # whether it has checkpoints
@@ -92,15 +93,15 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
     abandoned: Commit | None = None
     needed: Needed = ()
     waiting: Waiting | None = None  # its request, while it queues
-    runner: bytes | None = None
-    standby: bytes | None = None  # the node that would take the next attempt
+    runner: Id | None = None
+    standby: Id | None = None  # the node that would take the next attempt
     warm: bool = False  # the standby has its last checkpoint
     step: Number | None = None
     of: Number | None = None
     heeds_notice: bool | None = None  # whether the guest saves at a notice, as far as this can be observed
     next_checkpoint: NextCheckpoint | None = None
     saving: Saving | None = None
-    workdir: bytes | None = None  # the manifest of its working directory
+    workdir: Id | None = None  # the manifest of its working directory
 
     def at_risk_s(self, unix_ms: float) -> float:
         """Return the GPU-seconds (or seconds of a slot) that are lost if the host dies at `unix_ms`: those since the last
@@ -230,7 +231,7 @@ def status_of(
         command=" ".join(spec.argv)[:120],
         created_unix_ms=spec.created_unix_ms,
         state=shown,
-        detail=detail[:200],
+        detail=shortened(detail, 200),
         rank=(int(outcome is not None), term, record.version, RUNNER if runner is not None else int(bool(state))),
         config=config,
         gpus=spec.gpus,

@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from membership.lengths import Id, Ids, Text
+from mesh.consensus.messages import Sealed
 from mesh.model.spec import MAX_ARRAY, JobSpec
 from mesh.util.backoff import Backoff
 from placement.ranking import zone_order
@@ -30,21 +32,21 @@ class PendingSubmission(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     records.
     """
 
-    job: bytes
-    spec: bytes
-    submitter: bytes
-    witnesses: tuple[bytes, ...]
+    job: Id
+    spec: Sealed
+    submitter: Id
+    witnesses: Ids
     ends_unix_ms: int
-    keeper: bytes = b""
-    zone: str = ""
-    user: str = ""
+    keeper: Id = b""
+    zone: Text = ""
+    user: Text = ""
 
 
 class HeldSubmissions(msgspec.Struct, frozen=True):
     """The number of jobs that a node retries for other nodes, and the first of them, as it publishes them."""
 
     count: int
-    jobs: tuple[bytes, ...]
+    jobs: Ids
 
 
 class Try(msgspec.Struct, frozen=True):

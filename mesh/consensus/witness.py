@@ -20,7 +20,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from mesh.consensus.effects import Effect, SaveWitnessRecord, Send, WitnessRecord
+from mesh.consensus.effects import MOST_EARLIER, Effect, SaveWitnessRecord, Send, WitnessRecord
 from mesh.consensus.messages import (
     MOST_WARRANTS,
     Accept,
@@ -37,9 +37,6 @@ from mesh.consensus.messages import (
 from mesh.model.record import Config, JobRecord
 from mesh.model.spec import JobSpec
 
-# Groups before the present one that are kept: those of four changes, with the joint ones, in about 6 KiB. In the simulator, two
-# changes were too few to prove the witnesses of a job whose only first witness had left for good (seed 5193).
-MOST_EARLIER = 8
 CLAIM_BYTES = 16  # of the hash of an outcome, whose text may be long
 HELD_SHARE = 0.9  # a hundred times the worst quartz drift with NTP slewing (500 ppm on either side)
 

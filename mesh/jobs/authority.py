@@ -16,6 +16,7 @@ from ckptstore.manifest import Manifest
 from membership.core import Sealer
 from membership.envelope import EnvelopeError
 from membership.identity import NodeId
+from membership.lengths import Id
 from membership.malformed import MALFORMED
 from membership.trust import (
     CLOCK_GRACE_S,
@@ -25,10 +26,9 @@ from membership.trust import (
     TrustError,
     TrustStore,
 )
-from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.effects import MOST_EARLIER, WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, decode_reconfiguration
 from mesh.consensus.messages import MOST_WARRANTS, Accept, Enlist, Start
-from mesh.consensus.witness import MOST_EARLIER
 from mesh.data.manifest import DataManifest
 from mesh.model.record import FIRST_TERM, Config, JobRecord, Voters
 from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
@@ -199,10 +199,10 @@ def _check_lock_is_own(spec: JobSpec) -> None:
 class Warrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A witness's statement that `node` gets this term of the job, with the group of this hash."""
 
-    job: bytes
+    job: Id
     term: int
-    node: NodeId
-    group: bytes
+    node: Id
+    group: Id
 
     def gives(self, job: bytes, term: int, node: NodeId) -> bool:
         """Tell whether the node gets this term of the job."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId
+from membership.lengths import shortened
 from membership.trust import TrustStore
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import EventReport
@@ -15,6 +16,7 @@ from mesh.journal import Journal
 from mesh.model.events import (
     MAX_EVENT_BYTES,
     MAX_REPORTED,
+    REASON_BYTES,
     REASON_CHARS,
     Event,
     EventError,
@@ -43,7 +45,8 @@ class EventLog:
         unix_ms = time.time_ns() // 1_000_000
         seq, previous = self._last.get(job, (0, b""))
         # The number is at least the time, so that it grows over restarts, which forget the count.
-        event = Event(job, max(seq + 1, unix_ms), unix_ms, kind, previous, reason=reason[:REASON_CHARS], **fields)
+        reason = shortened(reason, REASON_CHARS).encode()[:REASON_BYTES].decode(errors="ignore")
+        event = Event(job, max(seq + 1, unix_ms), unix_ms, kind, previous, reason=reason, **fields)
         sealed = seal(self._identity, self._trust.mesh_id, "event", encode_event(event))
         self.counts[kind] += 1
         self._last.keep(job, (event.seq, hash_of(sealed)))
@@ -66,8 +69,8 @@ class EventLog:
         writer = self._trust.credentials(sender, time.time())
         if writer is None or not may_report(writer, known, spec):
             return len(message.events)
-        refused = max(0, len(message.events) - MAX_REPORTED)
-        for sealed in message.events[:MAX_REPORTED]:
+        refused = 0
+        for sealed in message.events:
             try:
                 actor, event = self.open(sealed)
             except EventError:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -36,8 +37,8 @@ class LogPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Bytes of a log from `offset` on, and their marks; the last mark is that of the last byte."""
 
     offset: int
-    data: bytes
-    marks: tuple[Mark, ...]
+    data: Annotated[bytes, msgspec.Meta(max_length=PIECE_BYTES)]
+    marks: Annotated[tuple[Mark, ...], msgspec.Meta(max_length=PIECE_BYTES)]
 
     @property
     def end(self) -> int:

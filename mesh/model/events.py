@@ -8,13 +8,14 @@ from typing import Literal
 
 import msgspec
 
+from membership.lengths import Id, Text
 from membership.malformed import MALFORMED
 from mesh.model.record import Number
 from placement.decision import Decision
 
 Kind = Literal["submitted", "order", "state", "decision", "checkpoint", "attempt", "end", "node", "audit"]
-MAX_EVENT_BYTES = 2048  # when sealed; a reason is cut to REASON_CHARS
-REASON_CHARS = 300
+MAX_EVENT_BYTES = 2048  # when sealed; a reason is cut, so that it fits with the longest decision
+REASON_CHARS, REASON_BYTES = 300, 600
 MAX_REPORTED = 64  # events in one message
 HASH_BYTES = 16
 
@@ -32,18 +33,18 @@ class Event(msgspec.Struct, frozen=True):
     `target` names another node that the event is about.
     """
 
-    job: bytes | None
+    job: Id | None
     seq: Number
     unix_ms: Number
     kind: Kind
-    previous: bytes = b""
+    previous: Id = b""
     attempt: Number | None = None
     number: Number | None = None
     step: Number | None = None
-    old: str = ""
-    new: str = ""
-    reason: str = ""
-    target: bytes | None = None
+    old: Text = ""
+    new: Text = ""
+    reason: Text = ""
+    target: Id | None = None
     decision: Decision | None = None
 
 

@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from membership.lengths import MOST_LISTED, Id, Ids, Line, Text, shortened
+from mesh.model.bounds import MAX_NODES
+
 OutcomeKind = Literal["done", "failed", "cancelled"]
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # from peers: the next one, too, fits into 64 bits
@@ -17,7 +20,10 @@ Needed = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2)]
 
 FIRST_TERM = 1  # of every job; it belongs to the submitter, so nobody has to win it
 MOST_VOTERS = 16  # of a group from a peer, who would have this node write to all of them; groups have five at most
-MAX_ATTEMPTS_KEPT = 64  # the newest; bounds the message that carries a record
+MAX_ATTEMPTS_KEPT = 64  # the newest
+# Of all attempts but the last: a message has room for the record and the job's description. 64 of the largest gang have 185 KiB.
+MAX_ATTEMPTS_BYTES = 256 * 1024
+Gang = Annotated[tuple[tuple[Id, Line], ...], msgspec.Meta(max_length=MAX_NODES)]
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -27,12 +33,12 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     seq: Number
     term: Number
-    manifest: bytes
-    parent: bytes | None
-    holders: tuple[bytes, ...]
+    manifest: Id
+    parent: Id | None
+    holders: Ids
     step: Number | None
     created_unix_ms: Number
-    platform: str = ""
+    platform: Line = ""
     wanted: Number = 0
 
     @property
@@ -47,19 +53,19 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """
 
     number: Number
-    node: bytes
-    nick: str
+    node: Id
+    nick: Line
     term: Number
     started_unix_ms: Number
     running_unix_ms: Number = 0
     ended_unix_ms: Number = 0
     seen_unix_ms: Number = 0
-    reason: str = ""
+    reason: Text = ""
     exit_code: int | None = None
     resumed_step: Number | None = None
     last_step: Number | None = None
     fault: bool = False
-    gang: tuple[tuple[bytes, str], ...] = ()  # the other nodes of a gang with their nicks, by rank from 1
+    gang: Gang = ()  # the other nodes of a gang with their nicks, by rank from 1
 
     @property
     def ran_s(self) -> float:
@@ -98,11 +104,14 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """The final end of a job. `manifest` holds its log and published files."""
 
     kind: OutcomeKind
-    detail: str
+    detail: Text
     exit_code: int | None
-    manifest: bytes | None
-    holders: tuple[bytes, ...]
+    manifest: Id | None
+    holders: Ids
     ended_unix_ms: Number
+
+
+Attempts = Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=MAX_ATTEMPTS_KEPT)]
 
 
 class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -116,10 +125,10 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     version: Number = 0
     commit: Commit | None = None
-    attempts: tuple[Attempt, ...] = ()
+    attempts: Attempts = ()
     outcome: Outcome | None = None
     errors: Number = 0
-    prefer: bytes | None = None  # the preferred node of the next attempt
+    prefer: Id | None = None  # the preferred node of the next attempt
     settled: Number = 0
     predecessor: Commit | None = None
     needed: Needed = ()
@@ -142,7 +151,8 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     ) -> "JobRecord":
         """Return the next version, with this checkpoint as the last."""
         seq, parent = self.next_commit
-        commit = Commit(seq, term, manifest, parent, holders, step, unix_ms, platform, wanted)
+        kept, platform = holders[:MOST_LISTED], shortened(platform)
+        commit = Commit(seq, term, manifest, parent, kept, step, unix_ms, platform, wanted)
         return self.amended(commit=commit, predecessor=self._better_kept)
 
     @property
@@ -163,9 +173,15 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         return tuple(kept.seq for kept in (self.predecessor, self.commit) if kept is not None)
 
     def with_attempt(self, attempt: Attempt) -> "JobRecord":
-        """Return the next version, in which `attempt` replaces the one of its number or is appended."""
-        others = tuple(known for known in self.attempts if known.number != attempt.number)
-        return self.amended(attempts=(*others, attempt)[-MAX_ATTEMPTS_KEPT:])
+        """Return the next version, in which `attempt` replaces the one of its number or is appended.
+
+        The oldest are dropped if they are too many or too large.
+        """
+        attempt = msgspec.structs.replace(attempt, nick=shortened(attempt.nick), reason=shortened(attempt.reason))
+        others = [known for known in self.attempts if known.number != attempt.number][1 - MAX_ATTEMPTS_KEPT :]
+        while others and len(msgspec.msgpack.encode(others)) > MAX_ATTEMPTS_BYTES:
+            del others[0]
+        return self.amended(attempts=(*others, attempt))
 
     def written_off(self, reason: str, unix_ms: int) -> "JobRecord":
         """Return the record in which an attempt without a report of its end has ended when it was last seen."""
@@ -200,8 +216,8 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 class Voter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A node with one disk: a node that lost its journal has lost its promises, and is another voter."""
 
-    node: bytes
-    disk: bytes
+    node: Id
+    disk: Id
 
 
 Voters = Annotated[tuple[Voter, ...], msgspec.Meta(max_length=MOST_VOTERS)]

@@ -13,8 +13,9 @@ from typing import Literal
 
 import msgspec
 
+from membership.lengths import MOST_ID, SAID, Id
 from membership.malformed import MALFORMED
-from mesh.model.bounds import MAX_GRACE_S, MAX_LEASE_S, MIN_LEASE_S
+from mesh.model.bounds import MAX_GRACE_S, MAX_LEASE_S, MAX_NODES, MIN_LEASE_S
 from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import EnvironmentRefused, UvProject, check_project
 from mesh.model.record import Attempt, Commit, Config, Voter, avoided, shunned
@@ -68,7 +69,7 @@ class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     (0: one for each job).
     """
 
-    array: bytes
+    array: Id
     index: int
     place: int
     of: int
@@ -343,8 +344,7 @@ MAX_WITNESSES = 5
 MAX_AFTER = 4096
 MAX_ARRAY = 1000
 MAX_BATCH = 100
-MAX_NODES = 64
-MAX_NAMED = 256  # nodes on which a job is to run, or not to run
+MAX_NAMED = 256  # nodes that a job names for one purpose
 MAX_MODEL = 100
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_TIME_S = 365 * 86_400.0
@@ -389,6 +389,11 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError(
             "a job on several nodes runs as plain processes: containers of one job cannot reach each other between machines"
         )
+    if any(name is not None and len(name) > SAID for name in (spec.image, spec.engine, spec.zone)):
+        raise SpecError(f"an image, an engine or a zone has a name of at most {SAID} characters")
+    ids = (spec.nonce, spec.workdir or b"", *spec.workdir_holders, *(voter.disk for voter in spec.witnesses))
+    if len(spec.workdir_holders) > MAX_NAMED or any(len(one) > MOST_ID for one in ids):
+        raise SpecError(f"an id has at most {MOST_ID} bytes, and a working directory at most {MAX_NAMED} holders")
     if spec.image_id is not None and (spec.image is None or len(spec.image_id) != 32):
         raise SpecError("an image is known by the 32 bytes of its hash, and has a name")
     first = (*spec.after, *spec.after_any)
@@ -542,5 +547,5 @@ def _check_checkpointing(checkpointing: Checkpointing) -> None:
         raise SpecError("stable must be 0.1 to 3600 seconds")
     if isinstance(checkpointing.every, float) and not 1 <= checkpointing.every <= 7 * 86_400:
         raise SpecError("a checkpoint is asked for every second to every 7 days, or by the mesh's own rule (auto)")
-    if any(len(node) != 32 for node in checkpointing.to):
-        raise SpecError("a checkpoint destination is not a node id")
+    if len(checkpointing.to) > MAX_NAMED or any(len(node) != 32 for node in checkpointing.to):
+        raise SpecError(f"a job names at most {MAX_NAMED} nodes as checkpoint destinations, each by its id")

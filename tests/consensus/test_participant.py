@@ -6,7 +6,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from mesh.consensus.effects import Ended, Launch, Notify, RunUntil, Send, SetTimer, Submitted, WitnessRecord
+from membership.lengths import MOST_TEXT
+from mesh.consensus.effects import (
+    MOST_EARLIER,
+    Ended,
+    Launch,
+    Notify,
+    RunUntil,
+    Send,
+    SetTimer,
+    Submitted,
+    WitnessRecord,
+)
 from mesh.consensus.leader import ANSWER_S, PREPARED_S
 from mesh.consensus.messages import (
     Accept,
@@ -33,12 +44,14 @@ from mesh.consensus.messages import (
     RunGranted,
     Start,
     StartAnswer,
+    decode_message,
+    encode_message,
 )
 from mesh.consensus.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules
 from mesh.consensus.reports import GuestStarted
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer
-from mesh.consensus.witness import MOST_EARLIER, Witness
+from mesh.consensus.witness import Witness
 from mesh.model.record import FIRST_TERM, Attempt, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import JobSpec, SpecError
 from tests.consensus.worlds import (
@@ -601,6 +614,13 @@ def test_newcomer_says_whether_it_can_vote() -> None:
     assert problem(SPEC_BYTES) == "" and problem(b"forged") == "not signed" and node.refused == 1
     node.forgotten.add(JOB)
     assert "cannot be read" in problem(SPEC_BYTES)
+
+
+def test_answers_are_short_enough_to_be_read() -> None:
+    node = make_participant(D, admit="no: \ud800 " * MOST_TEXT)
+    out = node.receive(A, make_start(), at(0)) + node.receive(A, Enlist(JOB, 1, 0, SPEC_BYTES), at(0))
+    answers = [message for _, message in messages(out, StartAnswer | Enlisted)]  # type: ignore[arg-type]
+    assert len(answers) == 2 and [decode_message(encode_message(answer)) for answer in answers] == answers
 
 
 def test_end_that_others_report_is_believed_by_a_majority() -> None:

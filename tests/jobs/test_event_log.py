@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from membership.envelope import open_envelope, seal
 from membership.identity import Identity
 from membership.trust import TrustStore, found_mesh
-from mesh.consensus.messages import EventReport
+from mesh.consensus.messages import EventReport, MessageError, decode_message, encode_message
 from mesh.jobs import event_log
 from mesh.jobs.event_log import EventLog
 from mesh.journal import Journal
@@ -30,8 +30,10 @@ from mesh.model.events import (
     encode_event,
 )
 from mesh.model.record import Attempt, JobRecord
+from placement.advert import MAX_WEIGHT
+from placement.decision import MOST_PASSED, NAMED, RULE, Decision
 from tests.chains import admitted
-from tests.consensus.worlds import JOB, make_witness
+from tests.consensus.worlds import JOB, A, make_witness
 
 
 def lab(first: int) -> tuple[list[Identity], TrustStore]:
@@ -158,9 +160,26 @@ async def test_events_beyond_the_limit_are_refused(nodes: list[Node]) -> None:
         runner.event_log.add(JOB, "state", "why " * 999)
     first, second = runner.told()
     assert len(first.events) == MAX_REPORTED and len(second.events) == 3
-    assert witness.take(runner, EventReport(job=JOB, events=first.events + second.events)) == 3
+    assert decode_message(encode_message(first)) == first and witness.take(runner, first) == 0
+    with pytest.raises(MessageError):
+        decode_message(encode_message(EventReport(job=JOB, events=first.events + second.events)))
     assert len(await witness.kept()) == MAX_REPORTED
     assert all(len(event.reason) == REASON_CHARS for _, event, _ in witness.event_log.merge([first.events]))
+
+
+async def test_every_event_that_is_written_can_be_read(nodes: list[Node]) -> None:
+    runner, witness, _ = nodes
+    number = 2**53 - 1
+    some = tuple(bytes([place]) * 32 for place in range(MOST_PASSED))
+    order = tuple((node, number, MAX_WEIGHT) for node in some[:NAMED])
+    decision = Decision(RULE, JOB, number, b"h" * 16, order, some, some)
+    for text in ("é", "\ud800", "\U0001f600", "long " * 99):
+        runner.event_log.add(
+            JOB, "decision", text * 400, attempt=number, number=number, step=number, target=A, decision=decision
+        )
+    (told,) = runner.told()
+    assert decode_message(encode_message(told)) == told and witness.take(runner, told) == 0
+    assert all(event.reason for _, event, _ in witness.event_log.merge([told.events]))
 
 
 async def test_event_longer_than_any_of_ours_is_refused(nodes: list[Node]) -> None:

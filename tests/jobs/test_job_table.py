@@ -328,7 +328,7 @@ def test_end_in_an_array_with_a_limit_is_published_while_the_array_goes_on(monke
 
 def test_status_that_is_too_large_is_published_shorter_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world = PublishedStatuses(monkeypatch)
-    large = Attempt(number=1, node=A, nick="x" * 3000, term=1, started_unix_ms=0)
+    large = Attempt(number=1, node=A, nick="a", term=1, started_unix_ms=0, reason="x" * 3000)
     assert world.publishes(view(attempts=(large,) * 16), 0.0)
     assert len(world.statuses[-1][0].attempts) == 4
     larger = msgspec.structs.replace(large, reason="x" * MAX_BODY_BYTES)

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from membership.lengths import MOST_TEXT, SAID
 from mesh.consensus.proposer import healthy_group
-from mesh.model.record import MAX_ATTEMPTS_KEPT, Attempt, Config, JobRecord, Voter, avoided
+from mesh.model.bounds import MAX_NODES
+from mesh.model.record import MAX_ATTEMPTS_BYTES, MAX_ATTEMPTS_KEPT, Attempt, Config, JobRecord, Voter, avoided
 from tests.consensus.worlds import DISK, JOB, A, B, C, D, E, make_advert, make_view, voters
 
 NODES = [bytes([number]) * 32 for number in range(1, 10)]
@@ -28,6 +30,20 @@ def test_a_record_keeps_the_newest_attempts_only() -> None:
     for number in range(MAX_ATTEMPTS_KEPT + 5):
         record = record.with_attempt(attempt(number, "left"))
     assert len(record.attempts) == MAX_ATTEMPTS_KEPT and record.next_attempt == MAX_ATTEMPTS_KEPT + 5
+
+
+def test_record_with_long_attempts_fits_into_a_message() -> None:
+    """A hostile runner fills a record; the next attempt has room for it beside the job's description."""
+    gang = tuple((bytes([rank]) * 32, "é" * SAID) for rank in range(MAX_NODES))
+    hostile = tuple(msgspec.structs.replace(attempt(number, "é" * 2000), gang=gang) for number in range(5))
+    record = JobRecord(attempts=hostile).with_attempt(attempt(5, "é" * MOST_TEXT))
+    assert [one.number for one in record.attempts] == [4, 5] or [one.number for one in record.attempts] == [3, 4, 5]
+    assert len(msgspec.msgpack.encode(record)) < MAX_ATTEMPTS_BYTES + 4 * SAID
+    honest = tuple((bytes([rank]) * 32, f"workstation-{rank}") for rank in range(MAX_NODES - 1))
+    record = JobRecord()
+    for number in range(MAX_ATTEMPTS_KEPT):
+        record = record.with_attempt(msgspec.structs.replace(attempt(number, "its owner came back"), gang=honest))
+    assert len(record.attempts) == MAX_ATTEMPTS_KEPT
 
 
 def test_a_joint_group_needs_both_majorities() -> None:
