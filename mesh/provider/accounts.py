@@ -8,6 +8,7 @@ from collections import Counter
 
 from membership.envelope import seal
 from membership.identity import Identity
+from membership.lengths import shortened
 from mesh.gpus.receipts import (
     KIND,
     MAX_RECEIPT_BYTES,
@@ -30,6 +31,7 @@ from placement.allocation import gpu_percent
 ENDS = ("done", "failed", "cancelled", "checkpointed", "vacated", "fenced")
 HAD_TO_LEAVE = {"vacated", "fenced"}
 OTHER = "other"
+NAME_CHARS = 200  # of a job, in a receipt (own choice)
 REASON_CHARS = 200
 PAGE = 1000  # receipts read at a time (own choice)
 DAEMON_ENDS = "its daemon ended"
@@ -111,11 +113,11 @@ class Accounts:
             from_unix_ms=began,
             until_unix_ms=max(began, time.time_ns() // 1_000_000 - round(since_exit_s * 1000)),
             devices=devices,
-            name=attempt.spec.name,
+            name=shortened(attempt.spec.name, NAME_CHARS),
             submitter=attempt.spec.submitter,
             engine=attempt.engine.name,
             gpu_percent=gpu_percent(attempt.spec.gpus, attempt.spec.gpu_share) if attempt.spec.gpus else 0,
-            reason=reason[:REASON_CHARS],
+            reason=shortened(reason, REASON_CHARS),
             lost_ms=round(attempt.lost().seconds * 1000) if left else 0,
         )
 

@@ -12,7 +12,7 @@ from membership.identity import Identity
 from mesh.gpus.receipts import DeviceUse, own_receipt
 from mesh.journal import Journal
 from mesh.model.spec import format_job
-from mesh.provider.accounts import DAEMON_ENDS, REASON_CHARS, Accounts
+from mesh.provider.accounts import DAEMON_ENDS, NAME_CHARS, REASON_CHARS, Accounts
 from mesh.util.boottime import boot_s
 from tests.consensus.worlds import make_spec
 
@@ -79,6 +79,15 @@ async def test_totals_and_receipt_count_the_run(world: World) -> None:
     assert (receipt.node, receipt.user, receipt.gpu_percent) == (world.identity.node_id, ended.spec.user, 50)
     assert world.accounts.ran_s == {"process": pytest.approx(ran_s)}
     assert world.accounts.gpu_s == pytest.approx(ran_s / 2)
+
+
+async def test_receipt_of_a_job_with_a_long_name_can_be_read(world: World) -> None:
+    use = DeviceUse("GPU-" + "f" * 36, *([2**63 - 1] * 6))
+    tenant: Any = SimpleNamespace(job=format_job(JOB), attempt=1, began_unix_ms=time.time_ns() // 1_000_000)
+    world.accounts.measured(tenant, (use,) * 16)
+    world.accounts.on_attempt_cleared(JOB, attempt(name="\U0001f600" * 200_000), "vacated: \ud800" + "é" * 9999)
+    (receipt,) = await world.receipts()
+    assert len(receipt.name) == NAME_CHARS and len(receipt.reason) == REASON_CHARS
 
 
 async def test_attempt_without_guest_has_no_receipt(world: World) -> None:
