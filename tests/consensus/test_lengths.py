@@ -29,8 +29,9 @@ from mesh.consensus.submission_retry import HeldSubmissions, PendingSubmission
 from mesh.jobs.authority import Warrant
 from mesh.jobs.log_times import LogPiece
 from mesh.model.events import Event
+from mesh.model.record import Attempt, JobRecord, Outcome
 from mesh.model.spec import SpecError, decode_spec, encode_spec
-from tests.consensus.worlds import JOB, SPEC_BYTES, A, B, RunnerWorld, at, make_spec
+from tests.consensus.worlds import JOB, SPEC_BYTES, A, B, RunnerWorld, at, make_spec, make_witness
 from tests.versions.vectors import sample
 
 FROM_PEERS: dict[str, Any] = {
@@ -156,6 +157,15 @@ def test_what_a_runner_writes_can_be_read() -> None:
     for one in kept(world):
         assert one.record.outcome is not None
         assert len(one.record.outcome.detail) == SAID and len(one.record.outcome.holders) == MOST_LISTED
+
+
+def test_long_text_that_an_earlier_release_wrote_can_be_read() -> None:
+    """It did not cut the text of an error: here, one reason for each node of a large campus."""
+    told = "; ".join(f"workstation-{number}: cannot be reached" for number in range(MOST_LISTED))
+    attempt = Attempt(0, A, "desk", 1, 0, reason=f"could not start: {told}")
+    record = JobRecord(attempts=(attempt,), outcome=Outcome("failed", told, None, None, (), 0))
+    saved = msgspec.structs.replace(make_witness().witness_record, record=record)
+    assert decode_witness_record(msgspec.msgpack.encode(saved)) == saved
 
 
 def test_checkpoint_on_more_nodes_than_a_record_names_can_be_read() -> None:
