@@ -24,10 +24,11 @@ from mesh.images.blobs import BlobStore, NoRoom, Part
 from mesh.images.engine import Registry
 from mesh.images.oci import MAX_MANIFEST_BYTES, ManifestError, decode_oci, digest_hash, digest_text
 from mesh.images.upstream import FetchFailed
+from mesh.rpc.loopback import HOST, LoopbackServer, heard
 from mesh.rpc.streams import read_within
 from mesh.util.errors import MeshError
 
-HOST = "127.0.0.1"
+CONNECTIONS = 64  # open at a time (own choice); an engine opens about six
 UPLOADS = 64  # open at a time (own choice)
 UPLOAD_IDLE_S = 3600  # after which an upload counts as abandoned (own choice)
 WRITE_BYTES = 1 << 20  # in one call of a thread
@@ -66,7 +67,7 @@ class RegistryServer:
         self._may_pull, self._listed, self._bring = may_pull, listed, bring
         self._password = os.urandom(32).hex()
         self._uploads: dict[str, _Upload] = {}
-        self._runner: web.AppRunner | None = None
+        self._server = LoopbackServer(CONNECTIONS)
         self.port = 0
 
     async def open(self, wanted: int) -> None:
@@ -85,23 +86,16 @@ class RegistryServer:
                 web.delete(f"{name}/manifests/{{reference}}", self._forget),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await self._runner.setup()
         last = 0
         with suppress(OSError, ValueError):
             last = max(0, min(65535, int(self._port_file.read_text())))
-        for port in [wanted] if wanted else [last, 0]:
-            with suppress(OSError):
-                await web.TCPSite(self._runner, HOST, port).start()
-                self.port = int(self._runner.addresses[0][1])
-                self._port_file.write_text(str(self.port))
-                return
-        await self._runner.cleanup()
-        raise MeshError(f"port {wanted} of {HOST} is taken: choose another as registry_port in config.toml")
+        if not await self._server.open(app, [wanted] if wanted else [last, 0]):
+            raise MeshError(f"port {wanted} of {HOST} is taken: choose another as registry_port in config.toml")
+        self.port = self._server.port
+        self._port_file.write_text(str(self.port))
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._server.close()
         for upload in self._uploads.values():
             upload.part.close()
 
@@ -258,7 +252,7 @@ class RegistryServer:
         upload.busy = True
         try:
             data = bytearray()
-            async for piece in request.content.iter_any():
+            while piece := await heard(request.content.readany()):
                 data += piece
                 if len(data) >= WRITE_BYTES:
                     await self._write(upload, data)
@@ -273,7 +267,7 @@ class RegistryServer:
 
     async def _put_manifest(self, request: web.Request) -> web.Response:
         reference, name = request.match_info["reference"], request.match_info["name"]
-        body = await read_within(request.content, MAX_MANIFEST_BYTES)
+        body = await heard(read_within(request.content, MAX_MANIFEST_BYTES))
         if body is None:
             raise _Refusal(413, "SIZE_INVALID", f"over {MAX_MANIFEST_BYTES} bytes")
         digest = sha256(body).digest()

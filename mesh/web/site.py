@@ -24,6 +24,7 @@ from mesh.api.queries import LogQuery
 from mesh.api.requests import ReclaimOrder
 from mesh.api.routing import Handlers
 from mesh.provider.usage import By
+from mesh.rpc.loopback import HOST, LoopbackServer, heard
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.text import plural
 from mesh.web import frame, views
@@ -37,11 +38,9 @@ from mesh.web.views import PATIENCE_S
 
 A = TypeVar("A")
 
-HOST = "127.0.0.1"
 MOST_BODY = 4096  # bytes of a form; the forms here have two short fields
 FILES_KEPT = 512  # open files that connections leave to the daemon (own choice)
 FEWEST = 64  # connections that are served whatever the limit of open files (own choice; a browser opens six)
-SILENT_S = 60.0  # for which a connection may ask for nothing (own choice)
 ORDER_S = 1.0  # for an order to be carried out before the page is shown again
 TOLD_S = 120.0  # for which the page shows the result of an order (own choice)
 ANSWERED = (MeshError, OSError, RuntimeError)
@@ -70,8 +69,7 @@ class Site:
         self._handlers, self._membership = handlers, membership
         self._mesh, self._wanted_port = mesh, port
         self._cookie = f"mesh-{short_id(me)}"  # cookies ignore ports, and a machine may have several nodes
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._server: LoopbackServer | None = None
         self._opening = asyncio.Lock()
         self._sessions = Sessions(os.urandom)
         self._topics: dict[tuple[str, ...], Topic] = {}
@@ -85,7 +83,7 @@ class Site:
     async def invite(self) -> schemas.owner.Page:
         """Serve the page from now on; return its address for one visit."""
         async with self._opening:
-            if self._runner is None:
+            if self._server is None:
                 await self._open()
         token = self._sessions.invite(time.monotonic())
         return schemas.owner.Page(url=f"http://{HOST}:{self.port}/enter?token={token}", port=self.port)
@@ -95,10 +93,8 @@ class Site:
             await topic.close()
         for task in self._tasks:
             task.cancel()
-        if self._listener is not None:
-            self._listener.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
 
     async def _open(self) -> None:
         app = web.Application(client_max_size=MOST_BODY, middlewares=[self._guarded])
@@ -123,22 +119,12 @@ class Site:
             ]
         )
         app.on_response_prepare.append(_harden)
-        runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=SILENT_S
-        )
-        await runner.setup()
-        server = runner.server
-        assert server is not None
-        try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Door(server), HOST, self._wanted_port
-            )
-        except OSError as error:
-            await runner.cleanup()
+        most = max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES_KEPT)
+        server = LoopbackServer(most, _is_ours)
+        if not await server.open(app, [self._wanted_port]):
             words = f"port {self._wanted_port} of {HOST} is taken: choose another as web_port in config.toml"
-            raise MeshError(words) from error
-        self._runner = runner
-        self.port = int(self._listener.sockets[0].getsockname()[1])
+            raise MeshError(words)
+        self._server, self.port = server, server.port
         self._css_text = sheet()
         self._script_text = files("mesh.web").joinpath("live.js").read_text("utf-8")
 
@@ -151,7 +137,7 @@ class Site:
                 return _page(403, frame.message("Refused", f"{words[0].upper()}{words[1:]}."))
             if request.method == "POST":
                 session = self._session(request)
-                if session is None or not is_word(session, str((await request.post()).get("word", ""))):
+                if session is None or not is_word(session, str((await heard(request.post())).get("word", ""))):
                     return _page(403, frame.message("Refused", "This form is of a session that is over.", *SIGN_IN))
             return await handler(request)
         except web.HTTPException as error:
@@ -348,23 +334,6 @@ def _gone(answer: schemas.owner.Reclaimed) -> str:
     lost = [f"{row.name or row.job[:8]} of {row.user} lost {row.lost_s:.1f} s" for row in losers]
     words = f"yours again after {answer.seconds:.1f} s; {plural(gone, 'guest has', 'guests have')} gone"
     return "; ".join([words, *lost])
-
-
-class _Door(asyncio.Protocol):
-    """Passes a connection on to the server if it is of a program of this node's user, and not one too many."""
-
-    def __init__(self, server: web.Server) -> None:
-        self._server = server
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        most = max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES_KEPT)
-        if len(self._server.connections) >= most or not _is_ours(transport):
-            transport.abort()
-            return
-        inner = self._server()
-        transport.set_protocol(inner)
-        inner.connection_made(transport)
 
 
 def _is_ours(transport: asyncio.Transport) -> bool:

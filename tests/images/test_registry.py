@@ -1,7 +1,9 @@
 """The registry beyond the protocol (test_conformance.py): what it refuses, its bounds, and who may do what."""
 
+import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +15,8 @@ from mesh.images import blobs as blobs_module
 from mesh.images import registry as registry_module
 from mesh.images.blobs import BlobStore
 from mesh.images.oci import MANIFEST, MAX_MANIFEST_BYTES, digest_hash
-from mesh.images.registry import RegistryServer
+from mesh.images.registry import HOST, RegistryServer
+from mesh.rpc import loopback
 from mesh.util.errors import MeshError
 from tests.images.samples import digest_of, index_of, manifest_of
 
@@ -215,3 +218,53 @@ async def test_port_is_kept_and_only_loopback_listens(tmp_path: Path, campus: Ca
 
 def test_samples_have_their_digests() -> None:
     assert digest_hash(digest_of(CONFIG)) == sha256(CONFIG).digest()
+
+
+def request_of(client: Client, line: str, rest: str = "\r\n") -> bytes:
+    host = f"{HOST}:{client.server.port}"
+    return f"{line} HTTP/1.1\r\nHost: {host}\r\nAuthorization: {client.headers['Authorization']}\r\n{rest}".encode()
+
+
+async def said(client: Client, request: bytes) -> bytes:
+    """Return the first line of the answer; empty if the connection is closed without one."""
+    reader, writer = await asyncio.open_connection(HOST, client.server.port)
+    try:
+        writer.write(request)
+        return await asyncio.wait_for(reader.readline(), 20)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_connections_are_few(client: Client) -> None:
+    base = request_of(client, "GET /v2/")
+    others = [await asyncio.open_connection(HOST, client.server.port) for _ in range(registry_module.CONNECTIONS)]
+    assert await said(client, base) == b""
+    for _, writer in others:
+        writer.close()
+    async with asyncio.timeout(20):
+        while b" 200 " not in await said(client, base):
+            await asyncio.sleep(0.01)
+
+
+async def test_client_that_sends_half_a_body_is_told(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "SILENT_S", 0.2)
+    place = (await client.ask("POST", "/v2/x/blobs/uploads/"))[1]["Location"]
+    for line in ("PUT /v2/lab/tool/manifests/1", f"PATCH {place}"):
+        assert b" 408 " in await said(client, request_of(client, line, "Content-Length: 10\r\n\r\n12345"))
+
+
+async def test_client_that_reads_nothing_is_closed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    await client.push_image()
+    monkeypatch.setattr(loopback, "SILENT_S", 0.2)
+    monkeypatch.setattr(client.server._server, "most", 2)  # the first is this client's, which it keeps for 15 s
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect((HOST, client.server.port))
+        silent.sendall(request_of(client, f"GET /v2/x/blobs/{digest_of(LAYER)}"))
+        base = request_of(client, "GET /v2/")
+        assert await said(client, base) == b""
+        async with asyncio.timeout(10):
+            while b" 200 " not in await said(client, base):
+                await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from membership.identity import Identity
+from mesh.rpc import loopback
 from mesh.web import site
 from mesh.web.site import HOST, Site
 
@@ -58,6 +59,6 @@ async def test_connections_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "SILENT_S", 0.2)
+    monkeypatch.setattr(loopback, "SILENT_S", 0.2)
     async with opened() as page:
         assert await said(page, b"GET / HTTP") == b""
