@@ -2,24 +2,34 @@
 
 An image on the list whose name there is its name in a registry (`ghcr.io/lab/tool:1`, or `library/python:3.12` in any of them) is
 looked for below that name. What a registry sends is compared with its digest, and ends at the length that the manifest gives.
+
+The owner may name a registry at any address. It may send this node on only to itself or to public addresses, so that it does not
+reach services of this machine and its network through the daemon.
 """
 
 import asyncio
+import errno
 import re
+import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from urllib.parse import urlencode, urljoin
 
 import aiohttp
 import msgspec
+from aiohttp.connector import AddrInfoType, SocketFactoryType
 
 from membership.malformed import MALFORMED
 from mesh.images.allowlist import user_of
 from mesh.images.blobs import BlobStore
 from mesh.images.oci import MAX_MANIFEST_BYTES, TYPES, digest_text
+from mesh.network.addresses import NotPublic, checked
 from mesh.rpc.streams import read_within
 
 CONNECT_S, IDLE_S = 10.0, 30.0  # of a connection (own choice)
 SLOWEST_BPS = 64 << 10  # bytes per second; a slower registry is useless (own choice)
+REDIRECTS = 5  # of one answer (own choice); registries have one or two
 TOKEN_BYTES = 1 << 16  # of the answer with a token (own choice)
 WRITE_BYTES = 1 << 20  # in one call of a thread
 HOSTS = {"docker.io": "registry-1.docker.io"}  # names of registries that are not their addresses
@@ -69,39 +79,60 @@ class Upstream:
         reasons = []
         if self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
-        connector = aiohttp.TCPConnector(ssl=self._tls)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
+        async with _session(self._tls, timeout) as own, _session(self._tls, timeout, _public_socket) as public:
             for registry, repository in places:
                 plain = "http" if LOOPBACK.fullmatch(registry) else "https"
                 what = "manifests" if is_manifest else "blobs"
-                url = f"{plain}://{HOSTS.get(registry, registry)}/v2/{repository}/{what}/{digest_text(digest)}"
                 try:
-                    await self._from(session, url, store, digest, limit)
+                    source = _Source(f"{plain}://{HOSTS.get(registry, registry)}/", own, public)
+                    await source.fetch(f"v2/{repository}/{what}/{digest_text(digest)}", store, digest, limit)
                     return
-                except (aiohttp.ClientError, TimeoutError, FetchFailed, *MALFORMED) as error:
+                except (aiohttp.ClientError, TimeoutError, FetchFailed, ValueError, *MALFORMED) as error:
                     reasons.append(f"{registry}/{repository}: {str(error) or 'it does not answer'}")
         raise FetchFailed("; ".join(reasons))
 
-    async def _from(
-        self, session: aiohttp.ClientSession, url: str, store: BlobStore, digest: bytes, limit: int
-    ) -> None:
-        headers, allowed = {"Accept": ", ".join(sorted(TYPES))}, ""
-        async with session.get(url, headers=headers) as response:
+
+class _Source:
+    """A registry: the start of its URLs, the session for them, and the one for where it sends this node."""
+
+    def __init__(self, registry: str, own: aiohttp.ClientSession, public: aiohttp.ClientSession) -> None:
+        self._registry, self._own, self._public = registry, own, public
+
+    async def fetch(self, path: str, store: BlobStore, digest: bytes, limit: int) -> None:
+        url, token = f"{self._registry}{path}", ""
+        async with self._get(url) as response:
             if response.status == 401:
-                allowed = await self._token(session, response.headers.get("WWW-Authenticate", ""))
+                token = await self._token(response.headers.get("WWW-Authenticate", ""))
             else:
                 await self._keep(response, store, digest, limit)
-        if allowed:
-            async with session.get(url, headers={**headers, "Authorization": f"Bearer {allowed}"}) as response:
+        if token:
+            async with self._get(url, token) as response:
                 await self._keep(response, store, digest, limit)
 
-    async def _token(self, session: aiohttp.ClientSession, challenge: str) -> str:
+    @asynccontextmanager
+    async def _get(self, url: str, token: str = "") -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask, and follow redirects. Only the registry itself gets the token."""
+        for _ in range(REDIRECTS + 1):
+            session, headers = self._public, {"Accept": ", ".join(sorted(TYPES))}
+            if url.startswith(self._registry):
+                session = self._own
+                headers |= {"Authorization": f"Bearer {token}"} if token else {}
+            elif not url.startswith("https://"):
+                raise FetchFailed("it sends this node to an address without TLS")
+            async with session.get(url, headers=headers, allow_redirects=False) as response:
+                if response.status not in {301, 302, 303, 307, 308}:
+                    yield response
+                    return
+                url = urljoin(url, response.headers.get("Location", ""))
+        raise FetchFailed(f"it redirects more than {REDIRECTS} times")
+
+    async def _token(self, challenge: str) -> str:
         """Get the token that a registry gives to anybody."""
         asked = dict(_challenge.findall(challenge))
         realm = asked.pop("realm", "")
-        if not challenge.startswith("Bearer ") or not realm.startswith(("https://", "http://127.0.0.1:")):
+        if not challenge.startswith("Bearer ") or not realm.startswith(("https://", self._registry)):
             raise FetchFailed("it wants a password")
-        async with session.get(realm, params=asked) as response:
+        async with self._get(f"{realm}{'&' if '?' in realm else '?'}{urlencode(asked)}") as response:
             answer = msgspec.json.decode(await read_within(response.content, TOKEN_BYTES) or b"", type=_Token)
         return answer.token or answer.access_token or "none"
 
@@ -119,3 +150,18 @@ class Upstream:
                 raise FetchFailed("what it sends is not what its hash says")
         finally:
             part.close()
+
+
+def _session(
+    tls: ssl.SSLContext, timeout: aiohttp.ClientTimeout, socket_of: SocketFactoryType | None = None
+) -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(ssl=tls, socket_factory=socket_of)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+
+
+def _public_socket(wanted: AddrInfoType) -> socket.socket:
+    """Make the socket for an address that was looked up; NotPublic unless it is public."""
+    family, kind, protocol, _, (address, *_) = wanted
+    if not checked([str(address)]):
+        raise NotPublic(errno.EACCES, f"{address} is not public")
+    return socket.socket(family, kind, protocol)

@@ -5,11 +5,13 @@ import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from mesh.images import blobs as blobs_module
 from mesh.images import upstream as upstream_module
@@ -22,7 +24,7 @@ from tests.docker_registry import docker_registry
 from tests.images.samples import manifest_of
 from tests.images.test_clients import run
 from tests.rpc.nodes import client_of
-from tests.tls_site import HOST, site
+from tests.tls_site import site
 
 CONFIG, LAYER = b'{"architecture":"amd64","os":"linux","rootfs":{"type":"layers","diff_ids":[]}}', os.urandom(3 << 20)
 MANIFEST = manifest_of(CONFIG, [LAYER])
@@ -56,6 +58,20 @@ async def brought(
     await peers.close()
 
 
+@asynccontextmanager
+async def registry(answer: Handler) -> AsyncIterator[str]:
+    """Serve these answers; yield the address."""
+    app = web.Application()
+    app.add_routes([web.get("/{path:.*}", answer)])
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.podman
 async def test_image_comes_from_registry_that_owner_allows(
     brought: Callable[..., Awaitable[BlobStore]], tmp_path: Path
@@ -86,12 +102,11 @@ async def test_registry_must_have_a_certificate_that_this_machine_trusts(
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: resolve("127.0.0.1", *rest, **named))
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(CONFIG)}\r\nConnection: close\r\n\r\n"
     async with site(tmp_path, answer=head.encode() + CONFIG) as served:
-        registry = f"{HOST}:{served.port}"
         with pytest.raises(FetchFailed, match="certificate verify failed"):
-            await brought("lab/tool:1", registry, contents=(CONFIG,))
+            await brought("lab/tool:1", served.where, contents=(CONFIG,))
         assert served.heads == []
         monkeypatch.setenv("SSL_CERT_FILE", str(served.ca))
-        await brought("lab/tool:1", registry, contents=(CONFIG,))
+        await brought("lab/tool:1", served.where, contents=(CONFIG,))
 
 
 async def test_registry_gives_token_to_anybody(brought: Callable[..., Awaitable[BlobStore]], tmp_path: Path) -> None:
@@ -158,17 +173,68 @@ async def test_registry_that_lies_is_an_error(
     if manner == "drips":
         monkeypatch.setattr(upstream_module, "IDLE_S", 0.2)
         monkeypatch.setattr(upstream_module, "SLOWEST_BPS", 8 << 20)
-    app = web.Application()
-    app.add_routes([web.get("/{path:.*}", answer)])
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
+    async with registry(answer) as address:
         with pytest.raises(FetchFailed, match=words):
-            await brought("lab/tool:1", f"127.0.0.1:{runner.addresses[0][1]}", contents=(MANIFEST, LAYER))
-    finally:
-        await runner.cleanup()
+            await brought("lab/tool:1", address, contents=(MANIFEST, LAYER))
     assert not list((tmp_path / "node" / "blobs").glob("*.part"))
+
+
+@pytest.mark.parametrize("by", ["redirect", "token"])
+async def test_registry_sends_node_only_to_itself_or_to_public_addresses(
+    brought: Callable[..., Awaitable[BlobStore]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    found = CONFIG if by == "redirect" else b'{"token":"secret"}'
+    targets: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/token":
+            return web.Response(body=b'{"token":"secret"}')
+        if request.headers.get("Authorization") != "Bearer secret":
+            realm = targets[-1] if by == "token" else f"http://{address}/token"
+            raise web.HTTPUnauthorized(headers={"WWW-Authenticate": f'Bearer realm="{realm}",service="images"'})
+        if by == "redirect":
+            raise web.HTTPFound(targets[-1])
+        return web.Response(body=CONFIG)
+
+    async def sent(target: str) -> None:
+        targets.append(target)
+        await brought("lab/tool:1", address, contents=(CONFIG,))
+
+    head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(found)}\r\n\r\n"
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: resolve("127.0.0.1", *rest, **named))
+    async with registry(answer) as address, site(tmp_path, answer=head.encode() + found) as other:
+        monkeypatch.setenv("SSL_CERT_FILE", str(other.ca))
+        for target in (f"https://127.0.0.1:{other.port}/x", f"https://{other.where}/x", "https://[::ffff:10.0.0.1]/"):
+            with pytest.raises(FetchFailed, match=r"(127\.0\.0\.1|::ffff:a00:1) is not public"):
+                await sent(target)
+        for target in (f"http://127.0.0.1:{other.port}/x", f"http://{address}@{other.where}/x", "http://10.0.0.1/"):
+            with pytest.raises(FetchFailed, match=r"an address without TLS|it wants a password"):
+                await sent(target)
+        assert not other.connections
+        monkeypatch.setattr(upstream_module, "checked", lambda answers: answers)
+        await sent(f"https://{other.where}/x")
+        assert other.connections == 1 and b"secret" not in other.heads[0], "the token is for the registry"
+
+
+async def test_registry_may_redirect_to_itself_but_not_without_end(
+    brought: Callable[..., Awaitable[BlobStore]],
+) -> None:
+    left = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise web.HTTPTemporaryRedirect(f"/at/{left}")
+        return web.Response(body=CONFIG)
+
+    async with registry(answer) as address:
+        left = upstream_module.REDIRECTS + 1
+        with pytest.raises(FetchFailed, match="it redirects more than"):
+            await brought("lab/tool:1", address, contents=(CONFIG,))
+        left = upstream_module.REDIRECTS
+        await brought("lab/tool:1", address, contents=(CONFIG,))
 
 
 def test_alias_names_its_registry() -> None:
