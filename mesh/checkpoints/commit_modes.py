@@ -145,8 +145,8 @@ def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool,
 
 def files_below(directory: Path) -> dict[Path, os.stat_result]:
     """Return all files and links below a directory. FileNotFoundError if one is removed meanwhile."""
-    paths = (Path(parent) / name for parent, _, files in trees.walk(directory) for name in files)
-    return {path: path.lstat() for path in paths}
+    files = (entry for entry in trees.walk(directory) if not entry.is_dir(follow_symlinks=False))
+    return {Path(entry.path): entry.stat(follow_symlinks=False) for entry in files}
 
 
 def being_written(directory: Path) -> frozenset[str]:

@@ -4,10 +4,11 @@ Space is reserved before a system checkpoint is written, so that several at once
 """
 
 import contextlib
+import math
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from mesh.util import trees
 from mesh.util.byte_text import amount
 
 BLOCK = 512  # bytes of st_blocks (inode(7))
+Entry = Path | os.DirEntry[str]
 LEFT_SHARE = 8  # guests together leave an eighth of the space that they found free (own choice)
 
 
@@ -89,25 +91,34 @@ class Room:
             self._promised[directory] = tree_bytes(directory) + more
 
 
-def tree_bytes(root: Path, of: Callable[[Path], int] | None = None) -> int:
-    """Sum `of` (by default the bytes on disk) over all files below `root`. OutOfReach if any cannot be counted."""
-    size = of or blocks
-    return sum(size(Path(directory, name)) for directory, _, files in trees.walk(root, strict=True) for name in files)
+def tree_use(
+    roots: Iterable[Path],
+    most_bytes: float = math.inf,
+    most_inodes: float = math.inf,
+    of: Callable[[Entry], int] | None = None,
+) -> tuple[int, int]:
+    """Return the sum of `of`, by default bytes on disk, and the number of files and directories below these directories.
 
-
-def tree_use(root: Path) -> tuple[int, int]:
-    """Return bytes on disk and the number of files and directories. OutOfReach if any cannot be counted."""
+    The count ends where one of them is over its limit. OutOfReach if any cannot be counted.
+    """
     size = inodes = 0
-    for directory, names, files in trees.walk(root, strict=True):
-        size += sum(blocks(Path(directory, name)) for name in (*names, *files))
-        inodes += len(names) + len(files)
+    for root in roots:
+        for entry in trees.walk(root, strict=True):
+            size += (of or blocks)(entry)
+            inodes += 1
+            if size > most_bytes or inodes > most_inodes:
+                return size, inodes
     return size, inodes
 
 
-def blocks(path: Path) -> int:
-    """Return a file's bytes on disk; 0 if it has gone."""
+def tree_bytes(root: Path) -> int:
+    return tree_use([root])[0]
+
+
+def blocks(entry: Entry) -> int:
+    """Return the bytes on disk of a file or directory; 0 if it has gone."""
     try:
-        return path.lstat().st_blocks * BLOCK
+        return entry.stat(follow_symlinks=False).st_blocks * BLOCK
     except OSError as error:
         trees.check_reach(error)
         return 0

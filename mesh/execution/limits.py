@@ -11,6 +11,7 @@ A container's root is read-only, and its /tmp and /dev/shm are memory, so its di
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import stat
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from mesh.execution.ceilings import Ceilings
-from mesh.execution.disk_usage import BLOCK, NoRoom, Room, Writers, blocks, tree_bytes, tree_use
+from mesh.execution.disk_usage import BLOCK, Entry, NoRoom, Room, Writers, blocks, tree_bytes, tree_use
 from mesh.execution.engine import Availability, Engine, EngineError, Exit, Guest, Launch
 from mesh.execution.process.sandbox import HOME, TEMPORARY
 from mesh.execution.wrapped import WrappedGuest
@@ -36,6 +37,7 @@ from mesh.util.processes import lines_of
 LOOK_S, LOOK_SHARE, FALL_BYTES = 2.0, 20, 1 << 30
 PIDS_S = 2.0  # for an engine to list a session's processes, which takes milliseconds (own choice)
 FREE_SHARE = 2  # without a ceiling, a guest may use half of the space that is free when it starts (own choice)
+MOST_FILES = 10_000_000  # and directories (own choice); to count so many takes half a minute (own measurement)
 PAGE = os.sysconf("SC_PAGESIZE")
 
 log = logging.getLogger(__name__)
@@ -81,19 +83,20 @@ class BoundedEngine:
         before, inodes = used(launch)
         most = disk_limit(self._ceilings, Path(launch.work_dir), before)
         free = free_inodes(launch.work_dir)
-        return Bounds(before, most, self._ceilings.log_mib << 20, None if free is None else inodes + free // FREE_SHARE)
+        files = MOST_FILES if free is None else min(MOST_FILES, inodes + free // FREE_SHARE)
+        return Bounds(before, most, self._ceilings.log_mib << 20, files)
 
 
 class Bounds(NamedTuple):
     """Disk limits of one guest, in bytes: `before` is its use at the start, `most` its limit, `log` the limit of its log.
 
-    `inodes`: its limit of files and directories; None if the file system has no fixed number.
+    `inodes`: its limit of files and directories.
     """
 
     before: int
     most: int
     log: int
-    inodes: int | None = None
+    inodes: int = MOST_FILES
 
 
 class BoundedGuest(WrappedGuest):
@@ -137,7 +140,7 @@ class BoundedGuest(WrappedGuest):
 
     def _see_that_it_fits(self, directory: Path, memory: int) -> None:
         """Check a dump of `memory` bytes, besides what is written already. Files are copied without holes."""
-        files = sum(tree_bytes(part, _length) for part in parts(self._launch))
+        files, _ = tree_use(parts(self._launch), of=_length)
         more, (size, _) = memory + files, used(self._launch)
         takes, left = more + tree_bytes(directory), max(0, self._bounds.most - size)
         text = f"a system checkpoint of it takes about {amount(takes)}"
@@ -167,7 +170,7 @@ class BoundedGuest(WrappedGuest):
             if begun >= due or free < enough:
                 pids = await self._pids()
                 try:
-                    size, inodes = await asyncio.to_thread(used, self._launch)
+                    size, inodes = await asyncio.to_thread(used, self._launch, self._bounds.most, self._bounds.inodes)
                     size += await asyncio.to_thread(nameless_bytes, pids, self._place)
                 except trees.OutOfReach as error:
                     return await self._end({"detail": f"{error}: the rest cannot be counted"})
@@ -175,7 +178,7 @@ class BoundedGuest(WrappedGuest):
                 if size > self._bounds.most:
                     text = f"it wrote {amount(size)}, and its limit on this node is {amount(self._bounds.most)}"
                     return await self._end({"detail": text})
-                if self._bounds.inodes is not None and inodes > self._bounds.inodes:
+                if inodes > self._bounds.inodes:
                     text = (
                         f"it made {inodes} files and directories, and its limit on this node is {self._bounds.inodes}"
                     )
@@ -229,14 +232,15 @@ def free_inodes(place: str) -> int | None:
     return found.f_favail if found.f_files else None
 
 
-def used(launch: Launch) -> tuple[int, int]:
+def used(launch: Launch, most_bytes: float = math.inf, most_inodes: float = math.inf) -> tuple[int, int]:
     """Return the bytes on disk and the files and directories of its directories, its home, its /tmp and its log.
 
-    The targets of links do not count. OutOfReach if any cannot be counted.
+    The targets of links do not count, nor what comes after one of these limits. OutOfReach if any cannot be counted.
     """
-    attempt = Path(launch.work_dir).parent
-    found = [tree_use(part) for part in (*parts(launch), attempt / HOME, attempt / TEMPORARY)]
-    return blocks(Path(launch.log_path)) + sum(size for size, _ in found), sum(inodes for _, inodes in found)
+    attempt, log = Path(launch.work_dir).parent, blocks(Path(launch.log_path))
+    places = (*parts(launch), attempt / HOME, attempt / TEMPORARY)
+    size, inodes = tree_use(places, most_bytes - log, most_inodes)
+    return log + size, inodes
 
 
 def nameless_bytes(pids: Iterable[int], place: Path) -> int:
@@ -287,10 +291,10 @@ def _resident(pids: Iterable[int]) -> int:
     return found
 
 
-def _length(path: Path) -> int:
+def _length(entry: Entry) -> int:
     """Return the length of a regular file, holes included; 0 for others."""
     try:
-        found = path.lstat()
+        found = entry.stat(follow_symlinks=False)
     except OSError as error:
         trees.check_reach(error)
         return 0

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -325,12 +326,11 @@ def _place_scripts(env: Path, site: Path) -> None:
 
 def _let_read(env: Path) -> None:
     """Let others read and run what the owner may: a container of root's daemon has another user, and a service's umask is 077."""
-    for directory, _, files in trees.walk(env):
-        for path in (Path(directory), *(Path(directory, name) for name in files)):
-            mode = path.lstat().st_mode
-            if not stat.S_ISLNK(mode):
-                rights = mode & (stat.S_IRUSR | stat.S_IXUSR)
-                path.chmod(stat.S_IMODE(mode) | rights >> 3 | rights >> 6)
+    for path in chain([env], (Path(entry.path) for entry in trees.walk(env))):
+        mode = path.lstat().st_mode
+        if not stat.S_ISLNK(mode):
+            rights = mode & (stat.S_IRUSR | stat.S_IXUSR)
+            path.chmod(stat.S_IMODE(mode) | rights >> 3 | rights >> 6)
 
 
 def _stamp(python: Path) -> tuple[int, ...]:
@@ -383,13 +383,12 @@ def _size(root: Path) -> int:
     """Return the bytes on disk of a tree; a file with several links counts once."""
     seen = set[tuple[int, int]]()
     total = 0
-    for directory, _, files in trees.walk(root):
-        for name in files:
-            with suppress(OSError):
-                found = os.lstat(f"{directory}/{name}")
-                if stat.S_ISREG(found.st_mode) and (found.st_dev, found.st_ino) not in seen:
-                    seen.add((found.st_dev, found.st_ino))
-                    total += found.st_blocks * BLOCK
+    for entry in trees.walk(root):
+        with suppress(OSError):
+            found = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode) and (found.st_dev, found.st_ino) not in seen:
+                seen.add((found.st_dev, found.st_ino))
+                total += found.st_blocks * BLOCK
     return total
 
 

@@ -113,7 +113,7 @@ async def _end(guest: Guest, place: Path, image: str) -> int:
         async with asyncio.timeout(WITHIN_S):
             while not waiting.done():
                 await asyncio.wait([waiting], timeout=LOOK_S)
-                written, files = await asyncio.to_thread(tree_use, place)
+                written, files = await asyncio.to_thread(tree_use, [place], MOST_WRITTEN, MOST_FILES)
                 if written > MOST_WRITTEN or files > MOST_FILES:
                     raise EnvironmentRefused(f"the python3 of image {image} writes files before it says what it is")
             return waiting.result().code

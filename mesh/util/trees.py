@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DEEPEST = 256  # levels; trees of Bazel and npm have about 40 (own choice)
+MOST_WAITING = 1 << 18  # directories that are found and not yet entered (own choice): 20 MB of names
 RIGHTS = stat.S_IRWXU
 IN = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 HIDING = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}  # errors by which an owner can keep a tree from being walked
@@ -25,30 +26,36 @@ class OutOfReach(OSError):
     """Part of a tree cannot be walked: it is too deep, or closed."""
 
 
-def walk(root: Path, strict: bool = False) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk like `os.walk`, with links to directories as files, down to `DEEPEST` levels.
+def walk(root: Path, strict: bool = False) -> Iterator[os.DirEntry[str]]:
+    """Yield all files and directories below `root`, a directory before what is in it. No link is followed.
 
-    What is deeper or closed is left out; OutOfReach if `strict`.
+    What is closed, below `DEEPEST` levels, or in one directory too many is left out; OutOfReach if `strict`. Only names of
+    directories that are still to be entered are kept, and at most `MOST_WAITING`.
     """
-    left = [(str(root), 0)]
-    while left:
-        directory, level = left.pop()
-        names: list[str] = []
-        files: list[str] = []
+    levels, waiting = [(str(root.parent), [root.name])], 1
+    while levels:
+        parent, names = levels[-1]
+        if not names:
+            levels.pop()
+            continue
+        directory, inner, whole = os.path.join(parent, names.pop()), list[str](), True  # noqa: PTH118
+        waiting -= 1
         try:
             with os.scandir(directory) as entries:
                 for entry in entries:
-                    (names if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
+                    if entry.is_dir(follow_symlinks=False):
+                        whole = len(levels) <= DEEPEST and waiting < MOST_WAITING
+                        if whole:
+                            inner.append(entry.name)
+                            waiting += 1
+                    yield entry
         except OSError as error:
             if strict:
                 check_reach(error)
             continue
-        yield directory, names, files
-        if names and level == DEEPEST:
-            if strict:
-                raise OutOfReach(f"{root} has more than {DEEPEST} directories in each other")
-            continue
-        left += ((f"{directory}/{name}", level + 1) for name in reversed(names))
+        if strict and not whole:
+            raise OutOfReach(f"{root} has more than {DEEPEST} directories in each other, or {MOST_WAITING} in one")
+        levels.append((directory, inner))
 
 
 def check_reach(error: OSError) -> None:

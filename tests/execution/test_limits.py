@@ -181,7 +181,7 @@ async def test_guest_that_is_looked_at_rarely_is_looked_at_when_space_falls(
     monkeypatch.setattr("mesh.execution.limits.LOOK_SHARE", 10**9)
     monkeypatch.setattr("mesh.execution.limits.FALL_BYTES", MIB)
     looks, use = threading.Event(), limits.used
-    monkeypatch.setattr(limits, "used", lambda launch: (use(launch), looks.set())[0])
+    monkeypatch.setattr(limits, "used", lambda *asked: (use(*asked), looks.set())[0])
     bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024, disk_mib=8)), tmp_path, None)
     guest = await bench.shell(
         f"until [ -e $MESH_CTL_DIR/go ]; do sleep 0.02; done; dd if=/dev/zero bs=1M count=40 of=x; {LOOP}"
@@ -192,12 +192,19 @@ async def test_guest_that_is_looked_at_rarely_is_looked_at_when_space_falls(
         assert "its limit on this node is 8.0 MiB" in (await guest.wait()).detail
 
 
-def test_directories_take_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_take_space(tmp_path: Path) -> None:
     """A directory that had many long names keeps its megabytes on some file systems."""
     (tmp_path / "directory" / "below").mkdir(parents=True)
     (tmp_path / "directory" / "file").touch()
-    monkeypatch.setattr(disk_usage, "blocks", lambda path: 1)
-    assert disk_usage.tree_use(tmp_path) == (3, 3)
+    assert disk_usage.tree_use([tmp_path], of=lambda entry: 1) == (3, 3)
+
+
+def test_count_ends_where_the_limit_is(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / str(number)).touch()
+    roots = [tmp_path] * 5
+    assert disk_usage.tree_use(roots, most_bytes=20, of=lambda entry: 2) == (22, 11)
+    assert disk_usage.tree_use(roots, most_inodes=20, of=lambda entry: 2) == (42, 21)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +226,11 @@ def test_directories_take_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             "cannot be read (File name too long)",
         ),
         (
+            None,
+            "seq 200 | xargs touch",
+            "it made 101 files and directories, and its limit on this node is 100",
+        ),
+        (
             22,
             "for n in 1 2 3 4 5 6 7 8 9; do mkdir $n; : > $n/file; done",
             "files and directories, and its limit on this node is 11",
@@ -230,6 +242,7 @@ async def test_guest_cannot_hide_files_or_use_all_inodes(
 ) -> None:
     monkeypatch.setattr("mesh.execution.limits.LOOK_S", 0.05)
     monkeypatch.setattr(limits, "free_inodes", lambda place: inodes)
+    monkeypatch.setattr(limits, "MOST_FILES", 100 if "seq" in script else 1000)
     bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024, disk_mib=8)), tmp_path, None)
     guest = await bench.shell(f"{script}; {LOOP}")
     async with asyncio.timeout(WAIT_S):
@@ -368,7 +381,8 @@ def test_reservations_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyP
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.mkdir()
-    monkeypatch.setattr(disk_usage, "blocks", lambda path: path.stat().st_size)  # not the block size of this disk
+    # Whatever this disk takes for a file or directory.
+    monkeypatch.setattr(disk_usage, "blocks", lambda path: path.stat().st_size if path.is_file() else 0)
     monkeypatch.setattr(
         "shutil.disk_usage", lambda path: SimpleNamespace(free=10 * MIB - disk_usage.tree_bytes(tmp_path))
     )

@@ -232,6 +232,5 @@ def _devices(uuids: tuple[str, ...], traits: Traits) -> list[Any]:
 
 def _give(path: Path) -> None:
     os.chown(path, GUEST_UID, GUEST_UID)
-    for directory, names, files in trees.walk(path):
-        for name in (*names, *files):
-            os.chown(Path(directory) / name, GUEST_UID, GUEST_UID, follow_symlinks=False)
+    for entry in trees.walk(path):
+        os.chown(entry.path, GUEST_UID, GUEST_UID, follow_symlinks=False)
