@@ -7,7 +7,7 @@ import subprocess
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -24,8 +24,8 @@ SCRIPT = '# /// script\n# requires-python = ">=3.11"\n# dependencies = ["tinypkg
 USES = "import os, sys, tinypkg\nprint(tinypkg.VERSION, tinypkg.__file__, flush=True)\n"
 
 
-def make_wheel(directory: Path, version: str = "1.0", filler: int = 0) -> Path:
-    """Make a wheel of tinypkg with `filler` bytes that do not compress."""
+def make_wheel(directory: Path, version: str = "1.0", filler: int = 0, more: Mapping[str, bytes] = {}) -> Path:
+    """Make a wheel of tinypkg with `filler` bytes that do not compress, and more files."""
     info = f"tinypkg-{version}.dist-info"
     files = {
         "tinypkg/__init__.py": f"VERSION = {version!r}\n\n\ndef show():\n    print(VERSION)\n".encode(),
@@ -33,6 +33,7 @@ def make_wheel(directory: Path, version: str = "1.0", filler: int = 0) -> Path:
         "tinypkg/filler": b"".join(hashlib.sha256(b"%d" % part).digest() for part in range(filler // 32)),
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tinypkg\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        **more,
     }
     record = "".join(
         f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}\n"

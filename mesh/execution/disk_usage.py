@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from mesh.util import trees
 from mesh.util.byte_text import amount
 
 BLOCK = 512  # bytes of st_blocks (inode(7))
+LEAST = 4096  # of a file or directory: an empty one takes an inode and a name (own choice)
 Entry = Path | os.DirEntry[str]
 LEFT_SHARE = 8  # guests together leave an eighth of the space that they found free (own choice)
 
@@ -115,10 +117,15 @@ def tree_bytes(root: Path) -> int:
     return tree_use([root])[0]
 
 
-def blocks(entry: Entry) -> int:
-    """Return the bytes on disk of a file or directory; 0 if it has gone."""
+def blocks(entry: Entry, of_link: bool = False) -> int:
+    """Return the bytes on disk of a file or directory, at least `LEAST`; 0 if it has gone.
+
+    `of_link`: of a file with several links, return this link's share.
+    """
     try:
-        return entry.stat(follow_symlinks=False).st_blocks * BLOCK
+        found = entry.stat(follow_symlinks=False)
     except OSError as error:
         trees.check_reach(error)
         return 0
+    links = found.st_nlink if of_link and not stat.S_ISDIR(found.st_mode) else 1
+    return max(LEAST, found.st_blocks * BLOCK) // max(1, links)

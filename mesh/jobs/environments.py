@@ -25,6 +25,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -32,7 +33,7 @@ from typing import NamedTuple
 
 from membership.durable import write_durably
 from mesh.execution.control_files import read_file
-from mesh.execution.disk_usage import BLOCK
+from mesh.execution.disk_usage import blocks, tree_use
 from mesh.execution.engine import INSIDE
 from mesh.jobs.image_python import ImagePython
 from mesh.model.environment import MOST_LOCK_BYTES, EnvironmentRefused, UvProject, packages_of, python_of
@@ -219,7 +220,7 @@ class Environments:
             return 0.0
 
         for old in [*sorted(self._places(), key=age), *self._directory.glob(f"*/{CACHE}")]:
-            if 2 * await asyncio.to_thread(_size, self._directory) <= self._quota:
+            if not await asyncio.to_thread(self._takes_over, self._quota // 2):
                 return
             if not self._used[old]:
                 (old / MARK).unlink(missing_ok=True)  # at once: from now on nobody finds it
@@ -228,10 +229,17 @@ class Environments:
                 )
                 await asyncio.to_thread(trees.remove, old)
 
+    def _takes_over(self, most_bytes: int) -> bool:
+        """Tell whether the environments take more, or cannot be counted. uv links the files of an environment into its cache."""
+        try:
+            return tree_use([self._directory], most_bytes, of=partial(blocks, of_link=True))[0] > most_bytes
+        except trees.OutOfReach:
+            return True
+
     async def _watch_size(self) -> None:
         """Return once the environments take more than the quota."""
         while True:
-            if await asyncio.to_thread(_size, self._directory) > self._quota:
+            if await asyncio.to_thread(self._takes_over, self._quota):
                 return
             await asyncio.sleep(LOOK_S)
 
@@ -264,8 +272,8 @@ class Environments:
         try:
             waited = [future for future in (reading, watching) if future is not None]
             await asyncio.wait(waited, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                full = watching is not None and watching.done()
+            full = bounded and await asyncio.to_thread(self._takes_over, self._quota)  # it may end before a look
+            if full or not reading.done():
                 why = f"more than {amount(self._quota)} (env_cache_gib)" if full else f"more than {within_s:g} s"
                 raise NoEnvironment(f"its environment takes {why} on this node")
             shown, told, code = reading.result()
@@ -377,19 +385,6 @@ async def _first(reader: asyncio.StreamReader, most: int) -> bytes:
     while piece := await reader.read(1 << 16):
         kept += piece[: most - len(kept)]
     return kept
-
-
-def _size(root: Path) -> int:
-    """Return the bytes on disk of a tree; a file with several links counts once."""
-    seen = set[tuple[int, int]]()
-    total = 0
-    for entry in trees.walk(root):
-        with suppress(OSError):
-            found = entry.stat(follow_symlinks=False)
-            if stat.S_ISREG(found.st_mode) and (found.st_dev, found.st_ino) not in seen:
-                seen.add((found.st_dev, found.st_ino))
-                total += found.st_blocks * BLOCK
-    return total
 
 
 def _sync(place: Path) -> None:

@@ -17,6 +17,7 @@ from mesh.jobs.environments import MARK, Environments, NoEnvironment, find_uv
 from mesh.jobs.image_python import ImagePython
 from mesh.model.environment import MOST_PACKAGES, EnvironmentRefused, UvProject, packages_of, python_of
 from mesh.model.spec import Checkpointing, SpecError, encode_spec
+from mesh.util.trees import DEEPEST
 from tests.consensus.worlds import make_spec
 from tests.wheels import Index, index, make_wheel
 
@@ -139,6 +140,22 @@ async def test_quota_bounds_a_build_and_removes_the_longest_unused(
         await made.ready(b"c" * 32, PROJECT, work, say)
         assert ada.exists(), "it is in use"
         assert not bob.exists(), "it is not, and half of the quota was taken"
+
+
+@pytest.mark.parametrize("manner", ["many empty files", "many directories", "too deep to count"])
+async def test_quota_counts_files_of_any_size_and_place(tmp_path: Path, served: Index, manner: str) -> None:
+    files = {
+        "many empty files": {f"tinypkg/{number}": b"" for number in range(2000)},
+        "many directories": {f"tinypkg/{number}/x": b"" for number in range(1000)},
+        "too deep to count": {f"tinypkg/{'x/' * (DEEPEST + 1)}x": b""},
+    }
+    served.offer(make_wheel(served.wheels, more=files[manner]))
+    work = served.project(tmp_path / "work")
+    most = GIB if manner == "too deep to count" else 4 << 20
+    made = Environments(tmp_path / "environments", served.address, most)
+    with pytest.raises(NoEnvironment, match="env_cache_gib"):
+        await made.ready(ADA, PROJECT, work, say)
+    assert not places(tmp_path / "environments")
 
 
 @pytest.mark.parametrize("name", ["uv.lock", "pyproject.toml"])
