@@ -140,6 +140,11 @@ async def test_temporary_files_are_the_guests_own(bench: Bench) -> None:
     assert (bench.root / "tmp" / f"left-{os.getpid()}").exists(), "where the limit of its disk counts it"
 
 
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="this machine has no FUSE")
+async def test_guest_serves_no_file_system(bench: Bench) -> None:
+    assert await bench.output("stat -c %t:%T /dev/fuse /dev/null") == "1:3\n1:3\n"
+
+
 async def test_guest_cannot_regain_rights(bench: Bench, machine: Path) -> None:
     """Try what keyrings, BPF, io_uring and root without its capabilities would allow."""
     _, keyctl, denied = MACHINES[os.uname().machine]

@@ -31,7 +31,8 @@ TEMPORARY_PLACES = ("/tmp", "/var/tmp")
 SECRETS = "/run/secrets"  # read-only
 SHARED_MEMORY, TERMINALS, GROUPS = "/dev/shm", "/dev/pts", "/sys/fs/cgroup"
 # Sockets of sessions and services stand in /run: agents, buses, container engines; message queues are files of the owner's too.
-IN_DEV = (SHARED_MEMORY, "/dev/mqueue")
+# A guest that serves a file system can block whoever looks at it.
+IN_DEV = (SHARED_MEMORY, "/dev/mqueue", "/dev/fuse")
 PLACES = (*TEMPORARY_PLACES, *IN_DEV, "/run")
 # What programs need of /run: name services, the driver's daemon, and the programs of NixOS.
 SERVICES = ("nscd", "nslcd", "systemd/userdb", "nvidia-persistenced", "opengl-driver", "current-system")
