@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DEEPEST = 256  # levels; trees of Bazel and npm have about 40 (own choice)
-MOST_WAITING = 1 << 18  # directories that are found and not yet entered (own choice): 20 MB of names
+MOST_WAITING = 1 << 18  # directories found and not yet entered (own choice): at most 80 MB of names
 RIGHTS = stat.S_IRWXU
 IN = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 HIDING = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}  # errors by which an owner can keep a tree from being walked
