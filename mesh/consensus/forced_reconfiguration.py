@@ -8,7 +8,6 @@ have the same number. Their orders are gossiped, and the group with the lower nu
 
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Annotated
 
 import msgspec
 
@@ -21,7 +20,6 @@ from mesh.model.record import Config, JobRecord, Number, Voter
 
 LEAP = 1 << 20  # more terms and group changes than the lost witnesses can have had among themselves
 MOST_REACHED = 1 << 52  # no honest node counts so far, and a term above it has room for the ties
-HASH_BYTES = 32
 TIES = 1 << 24  # recoveries that start from equal numbers differ in so many ways; 2^53 leaves room for 500 of them
 RECORD_LOST = "its record was lost"
 
@@ -39,9 +37,7 @@ class ForcedReconfiguration(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     job: Id
     term: Number
     config: Config
-    record: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = (
-        b""  # empty in orders of 0.1.0: nobody takes one up any more
-    )
+    record: Id = b""  # in orders of 0.1.0, which nobody takes up any more
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -100,7 +96,7 @@ def _reached(witness_record: WitnessRecord) -> int:
 
 
 def record_hash(record: JobRecord) -> bytes:
-    return blake2b(msgspec.msgpack.encode(record), digest_size=HASH_BYTES).digest()
+    return blake2b(msgspec.msgpack.encode(record), digest_size=32).digest()
 
 
 def _number_above(reached: int, content: bytes) -> int:
