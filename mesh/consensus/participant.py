@@ -221,7 +221,8 @@ class Participant:
             return []
         witness, runner = self.witnesses.get(job), self.runners.get(job)
         held_by = witness or runner
-        if held_by is None or (witness is not None and witness.witness_record.reconfiguration == order):
+        followed = runner is None and witness is not None and witness.witness_record.reconfiguration == order
+        if held_by is None or followed:
             return []
         self._judge_again[job, order] = at.now + JUDGED_S
         while len(self._judge_again) > JUDGED_KEPT:

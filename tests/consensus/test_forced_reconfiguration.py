@@ -326,6 +326,12 @@ def test_runner_of_an_overruled_recovery_ends() -> None:
     assert JOB in node.runners
     out = node.observe(make_view(E, (A, D, E), recoveries={JOB: [b"nonsense", order_of(plan)]}), at(101))
     assert JOB not in node.runners and any(isinstance(item.effect, Ended) for item in out)
+    own = make_participant(A, witness_record())
+    own.receive(A, make_start(term=plan.reconfiguration.term - LEAP), at(100))
+    play({A: own}, own.recover(plan, order_of(plan), at(100)), A)
+    assert JOB in own.runners and own.witnesses[JOB].witness_record.reconfiguration == order_of(plan)
+    own.observe(make_view(A, (A, D, E), recoveries={JOB: [order_of(plan)]}), at(101))
+    assert JOB not in own.runners, "also where the new group is kept, which has the order already"
     node.receive(A, make_start(term=plan.reconfiguration.term + 1), at(200))
     node.observe(make_view(E, (A, D, E), recoveries={JOB: [order_of(plan)]}), at(200))
     assert JOB in node.runners, "an attempt of the recovered group goes on"
