@@ -3,8 +3,8 @@
 An image on the list whose name there is its name in a registry (`ghcr.io/lab/tool:1`, or `library/python:3.12` in any of them) is
 looked for below that name. What a registry sends is compared with its digest, and ends at the length that the manifest gives.
 
-The owner may name a registry at any address. It may send this node on only to itself or to public addresses, so that it does not
-reach services of this machine and its network through the daemon.
+The owner may name a registry at any address. It may send this node on only to registries that the owner has named, or to public
+addresses, so that it does not reach services of this machine and its network through the daemon.
 """
 
 import asyncio
@@ -81,10 +81,9 @@ class Upstream:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         async with _session(self._tls, timeout) as own, _session(self._tls, timeout, _public_socket) as public:
             for registry, repository in places:
-                plain = "http" if LOOPBACK.fullmatch(registry) else "https"
                 what = "manifests" if is_manifest else "blobs"
                 try:
-                    source = _Source(f"{plain}://{HOSTS.get(registry, registry)}/", own, public)
+                    source = _Source(_start(registry), tuple(map(_start, self._registries)), own, public)
                     await source.fetch(f"v2/{repository}/{what}/{digest_text(digest)}", store, digest, limit)
                     return
                 except (aiohttp.ClientError, TimeoutError, FetchFailed, ValueError, *MALFORMED) as error:
@@ -92,11 +91,20 @@ class Upstream:
         raise FetchFailed("; ".join(reasons))
 
 
-class _Source:
-    """A registry: the start of its URLs, the session for them, and the one for where it sends this node."""
+def _start(registry: str) -> str:
+    """Return the start of a registry's URLs."""
+    return f"{'http' if LOOPBACK.fullmatch(registry) else 'https'}://{HOSTS.get(registry, registry)}/"
 
-    def __init__(self, registry: str, own: aiohttp.ClientSession, public: aiohttp.ClientSession) -> None:
-        self._registry, self._own, self._public = registry, own, public
+
+class _Source:
+    """A registry: the start of its URLs, those of all that the owner has named, the session for these, and the one for where
+    else it sends this node.
+    """
+
+    def __init__(
+        self, registry: str, named: tuple[str, ...], own: aiohttp.ClientSession, public: aiohttp.ClientSession
+    ) -> None:
+        self._registry, self._named, self._own, self._public = registry, named, own, public
 
     async def fetch(self, path: str, store: BlobStore, digest: bytes, limit: int) -> None:
         url, token = f"{self._registry}{path}", ""
@@ -114,9 +122,10 @@ class _Source:
         """Ask, and follow redirects. Only the registry itself gets the token."""
         for _ in range(REDIRECTS + 1):
             session, headers = self._public, {"Accept": ", ".join(sorted(TYPES))}
-            if url.startswith(self._registry):
+            if url.startswith(self._registry) and token:
+                headers["Authorization"] = f"Bearer {token}"
+            if url.startswith(self._named):
                 session = self._own
-                headers |= {"Authorization": f"Bearer {token}"} if token else {}
             elif not url.startswith("https://"):
                 raise FetchFailed("it sends this node to an address without TLS")
             async with session.get(url, headers=headers, allow_redirects=False) as response:
@@ -130,7 +139,7 @@ class _Source:
         """Get the token that a registry gives to anybody."""
         asked = dict(_challenge.findall(challenge))
         realm = asked.pop("realm", "")
-        if not challenge.startswith("Bearer ") or not realm.startswith(("https://", self._registry)):
+        if not challenge.startswith("Bearer ") or not realm.startswith(("https://", *self._named)):
             raise FetchFailed("it wants a password")
         async with self._get(f"{realm}{'&' if '?' in realm else '?'}{urlencode(asked)}") as response:
             answer = msgspec.json.decode(await read_within(response.content, TOKEN_BYTES) or b"", type=_Token)
@@ -163,5 +172,5 @@ def _public_socket(wanted: AddrInfoType) -> socket.socket:
     """Make the socket for an address that was looked up; NotPublic unless it is public."""
     family, kind, protocol, _, (address, *_) = wanted
     if not checked([str(address)]):
-        raise NotPublic(errno.EACCES, f"{address} is not public")
+        raise NotPublic(errno.EACCES, f"{address} is not public, and its host not in image_registries")
     return socket.socket(family, kind, protocol)

@@ -180,7 +180,7 @@ async def test_registry_that_lies_is_an_error(
 
 
 @pytest.mark.parametrize("by", ["redirect", "token"])
-async def test_registry_sends_node_only_to_itself_or_to_public_addresses(
+async def test_registry_sends_node_only_to_named_registries_or_to_public_addresses(
     brought: Callable[..., Awaitable[BlobStore]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     found = CONFIG if by == "redirect" else b'{"token":"secret"}'
@@ -196,9 +196,9 @@ async def test_registry_sends_node_only_to_itself_or_to_public_addresses(
             raise web.HTTPFound(targets[-1])
         return web.Response(body=CONFIG)
 
-    async def sent(target: str) -> None:
+    async def sent(target: str, *named: str) -> None:
         targets.append(target)
-        await brought("lab/tool:1", address, contents=(CONFIG,))
+        await brought("lab/tool:1", address, *named, contents=(CONFIG,))
 
     head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(found)}\r\n\r\n"
     resolve = socket.getaddrinfo
@@ -215,6 +215,13 @@ async def test_registry_sends_node_only_to_itself_or_to_public_addresses(
         monkeypatch.setattr(upstream_module, "checked", lambda answers: answers)
         await sent(f"https://{other.where}/x")
         assert other.connections == 1 and b"secret" not in other.heads[0], "the token is for the registry"
+        monkeypatch.undo()
+        monkeypatch.setattr(blobs_module, "SPARE_BYTES", 0)
+        monkeypatch.setenv("SSL_CERT_FILE", str(other.ca))
+        monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: resolve("127.0.0.1", *rest, **named))
+        (tmp_path / "node").rename(tmp_path / "before")
+        await sent(f"https://{other.where}/x", other.where)
+        assert other.connections == 2 and b"secret" not in other.heads[1], "the owner has named that one, too"
 
 
 async def test_registry_may_redirect_to_itself_but_not_without_end(
