@@ -105,7 +105,7 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     `interactive`: the owner allows users to enter their guests (exec, forward, Jupyter).
     `data_ids`: prefixes of the ids of data sets that the node has whole; `data_paths`: names of directories that it offers.
     `network`: hosts that jobs may reach by a proxy, `name:port`; `proxies`: engines that can leave a job with that alone.
-    `uv`: the node can make Python environments.
+    `uv` and `conda`: the node can make such environments.
     `accepts`: users whose jobs are accepted, `*` for all; `own_only`: engines that run only the owner's own jobs.
     """
 
@@ -148,6 +148,7 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     network: tuple[str, ...] = ()
     proxies: tuple[str, ...] = ()
     uv: bool = True  # nodes of 0.1 do not say it
+    conda: bool = False
 
     @cached_property
     def lane(self) -> bytes:

@@ -53,6 +53,8 @@ def refusals(request: Request, advert: Advert) -> list[str]:
             reasons.append(f"does not offer data set {wanted.name} ([data] in its config.toml)")
     if request.uv and not advert.uv:
         reasons.append("has no uv for the job's environment (its owner can run `pip install uv`)")
+    if request.conda and not advert.conda:
+        reasons.append("has no py-rattler for the job's environment (its owner can run `pip install py-rattler`)")
     reasons += _network_refusals(request, advert)
     reasons += _gpu_refusals(request, advert) if request.gpus else _slot_refusals(advert)
     if request.job and advert.node in request.exclude:

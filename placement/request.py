@@ -40,7 +40,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     memory of the GPU. `remaining_s`: expected run time. `interactive`: the job is useless where its user may not enter it.
     `system`: it is saved by system checkpoints; `platform`: of the last one (`advert.SystemCheckpoints`).
     `only`: the nodes that may open its secrets; empty for all. `on`: the nodes on which it may run, likewise; `not_on`: those on
-    which it may not. `network`: the hosts that it reaches by a proxy, `name:port`. `uv`: it needs a Python environment.
+    which it may not. `network`: the hosts that it reaches by a proxy, `name:port`. `uv`, `conda`: it needs such an environment.
     Preferences: nodes in `exclude` failed this job and are refused; nodes in `avoid` are ranked last; `prefer` is ranked first;
     nodes in `near` have the last checkpoint.
     """
@@ -76,6 +76,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     data: Annotated[tuple[WantedData, ...], msgspec.Meta(max_length=MOST_LISTED)] = ()
     network: Texts = ()
     uv: bool = False
+    conda: bool = False
 
     @property
     def is_share(self) -> bool:

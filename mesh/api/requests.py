@@ -23,9 +23,10 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory for each job. `home` names a node, or is `first` or `none`; without it, home is the user's own node that had to
     send the job away. Without a `gpu_share_limit` a job is held to its share. An `interactive` one runs only where its user may
     go in. `secrets`: NAME, NAME=VARIABLE or NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes, the
-    only ones that may open them. `data`: data sets, as `NAME[:/data/x]`. `uv`: the job's Python environment is that of the lock
-    in `workdir`, or of the script's own. `network`: hosts that it reaches, `name:port` or groups, and no others. `on` and
-    `not_on`: nodes on which it may run, or may not, named as in `secret_nodes`."""
+    only ones that may open them. `data`: data sets, as `NAME[:/data/x]`. `uv`: the job's Python environment is that of the
+    lock in `workdir`, or of the script's own; `conda`: that of this list of conda packages there. `network`: hosts that it
+    reaches, `name:port` or groups, and no others. `on` and `not_on`: nodes on which it may run, or may not, named as in
+    `secret_nodes`."""
 
     argv: list[str]
     name: str = ""
@@ -71,6 +72,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret_nodes: list[str] = []
     data: list[str] = []
     uv: bool = False
+    conda: str = ""
     network: list[str] = []
     on: list[str] = []
     not_on: list[str] = []

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +77,17 @@ def _load(ctx: click.Context, parameter: click.Parameter, path: str | None) -> N
     ctx.default_map = {**(ctx.default_map or {}), **read_job(ctx, text, path, base)}
 
 
-def read_job(ctx: click.Context, text: bytes, name: str, base: Path) -> dict[str, Any]:
-    """Return the file's values by the names of the command's parameters. UsageError names the line."""
-    from difflib import get_close_matches
+def wrong_at(name: str, node: Any, words: str, ctx: click.Context | None = None) -> click.UsageError:
+    """Return the error of a place in a YAML file."""
+    return click.UsageError(f"{name}:{node.start_mark.line + 1}: {words}", ctx)
 
+
+def read_mapping(text: bytes, name: str, shape: str, ctx: click.Context | None = None) -> Any:
+    """Return the mapping that a YAML file is, as nodes: nothing is expanded. UsageError names the line; `shape`: what it has."""
     import yaml
 
-    def wrong(node: Any, words: str) -> click.UsageError:
-        return click.UsageError(f"{name}:{node.start_mark.line + 1}: {words}", ctx)
-
     if len(text) > MOST_BYTES:
-        raise click.UsageError(f"{name}: a job file has at most 1 MiB", ctx)
+        raise click.UsageError(f"{name}: it has more than 1 MiB", ctx)
     try:
         root = yaml.compose(text.decode(), Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
@@ -99,7 +100,18 @@ def read_job(ctx: click.Context, text: bytes, name: str, base: Path) -> dict[str
     except RecursionError as error:
         raise click.UsageError(f"{name}: it is nested too deeply", ctx) from error
     if not isinstance(root, yaml.MappingNode):
-        raise click.UsageError(f"{name}: a job file has lines such as `gpus: 1` and `command: python3 train.py`", ctx)
+        raise click.UsageError(f"{name}: {shape}", ctx)
+    return root
+
+
+def read_job(ctx: click.Context, text: bytes, name: str, base: Path) -> dict[str, Any]:
+    """Return the file's values by the names of the command's parameters. UsageError names the line."""
+    from difflib import get_close_matches
+
+    import yaml
+
+    wrong = partial(wrong_at, name, ctx=ctx)
+    root = read_mapping(text, name, "a job file has lines such as `gpus: 1` and `command: python3 train.py`", ctx)
     known = {_key(option): option for option in ctx.command.params if option.name not in OF_THE_CALL}
     found: dict[str, Any] = {}
     for key, node in root.value:

@@ -82,6 +82,11 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         "--uv", is_flag=True, help="Run it in the Python environment of uv.lock, or of a script's own lock (PEP 723)."
     ),
     click.option(
+        "--conda",
+        metavar="environment.yml",
+        help="Run it in an environment of conda packages: of this file, or of a list (`conda list --explicit --sha256`).",
+    ),
+    click.option(
         "--network",
         multiple=True,
         metavar="HOST:PORT|pypi",
@@ -238,6 +243,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "after": [name for names in options["after"] for name in _listed(names)],
         "home": options["home"],
         "uv": options["uv"],
+        "conda": options["conda"] or "",
         "secrets": list(options["secret"]),
         "secret_nodes": _listed(options["secret_nodes"]),
         "data": list(options["data"]),

@@ -47,6 +47,10 @@ def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any]
         from mesh.cli.image_build import built
 
         options = {**options, "image": built(daemon, Path(options["build"]))}
+    if options["conda"] and not options["no_workdir"]:
+        from mesh.cli.conda_lock import locked
+
+        options = {**options, "conda": locked(Path(options["workdir"]), options["conda"])}
     order = {**make_order(command, options), **more}
     try:
         with packing_progress(daemon):

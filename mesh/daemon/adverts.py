@@ -14,7 +14,7 @@ from mesh.gpus.guard import NodeGuard
 from mesh.gpus.guarded_engine import GuardedEngine
 from mesh.gpus.inventory import Inventory
 from mesh.images.library import Library
-from mesh.jobs.environments import find_uv
+from mesh.jobs.environments import find_uv, has_conda
 from mesh.provider.attendance import Attendance
 from mesh.provider.owner import Owner
 from placement.advert import encode_advert
@@ -73,6 +73,7 @@ class AdvertPublisher:
         await self._library.look(next((name for name in ready if name in IMAGE_ENGINES), ""))
         self._inventory.engines, self._inventory.image_offer = ready, self._library.offer()
         self._inventory.uv = await asyncio.to_thread(find_uv) is not None
+        self._inventory.conda = await asyncio.to_thread(has_conda)
         self._inventory.proxies = tuple(name for name in ready if self.engine_states[name].proxies)
         if "docker" in self.engine_states:
             self._inventory.system = self.engine_states["docker"].system

@@ -93,7 +93,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, str] = {}  # directories of this machine that stand for data sets, by name (docs/how-to/data.md)
     # Where `mesh run --uv` gets packages: the address of an index (https://pypi.org/simple), a directory of wheels, or nowhere.
     uv_index: str = ""
-    env_cache_gib: float = 20.0  # disk for Python environments of jobs; the longest unused are removed
+    # Channels of which `mesh run --conda` gets packages, by their addresses, as https://conda.anaconda.org/conda-forge.
+    conda_channels: tuple[str, ...] = ()
+    env_cache_gib: float = 20.0  # disk for environments of jobs; the longest unused are removed
     upload_mbps: float = 0.0  # bandwidth of background checkpoints, megabits per second; 0: no limit
     # Cut guests off in the kernel (docs/explanation/edge.md), where it can.
     edge: Literal["auto", "off"] = "auto"
@@ -253,6 +255,9 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         )
     if settings.uv_index and not settings.uv_index.startswith(("https://", "http://", "/")):
         raise ConfigError(f"{path}: uv_index must be an address or an absolute path, not {settings.uv_index!r}")
+    for channel in settings.conda_channels:
+        if not channel.startswith(("https://", "http://")):
+            raise ConfigError(f"{path}: conda_channels holds addresses of channels, not {channel!r}")
     if not (math.isfinite(settings.edge_mbps) and 0 <= settings.edge_mbps <= 1e6):
         raise ConfigError(
             f"{path}: edge_mbps must be 0 (what the card says) or megabits per second, not {settings.edge_mbps:g}"

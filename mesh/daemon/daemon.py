@@ -293,7 +293,12 @@ class Daemon:
             self._peers,
             layout.jobs,
             JobLogs(layout.logs),
-            Environments(layout.environments, settings.uv_index, _bytes(settings.env_cache_gib) or 0),
+            Environments(
+                layout.environments,
+                settings.uv_index,
+                _bytes(settings.env_cache_gib) or 0,
+                settings.conda_channels,
+            ),
             partial(disk_limit, self._ceilings),
             self._library.ready,
             settings.keep_days * DAY_S,

@@ -80,7 +80,7 @@ class Inventory:
         self.gpus = gpus
         self.engines: tuple[str, ...] = ()
         self.proxies: tuple[str, ...] = ()
-        self.uv = True
+        self.uv, self.conda = True, False
         self.image_offer, self.data_offer = ImageOffer(), DataOffer()
         self.system = SystemCheckpoints()
         self.weights = (1,) * len(HORIZONS_S)
@@ -176,6 +176,7 @@ class Inventory:
             network=self._network,
             proxies=self.proxies,
             uv=self.uv,
+            conda=self.conda,
             **msgspec.structs.asdict(self.image_offer),
             **msgspec.structs.asdict(self.data_offer),
         )

@@ -49,7 +49,7 @@ from mesh.data.manifest import FetchFailed
 from mesh.data.streams import Guest as DataGuest
 from mesh.data.streams import seen_by_engine
 from mesh.execution.control_files import put_file, read_file
-from mesh.execution.engine import CKPT, OUT, WORK, BadCommand, Engine, EngineError, Guest, Shown
+from mesh.execution.engine import CKPT, INSIDE, OUT, WORK, BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch
 from mesh.execution.notice import give_notice
 from mesh.jobs import image_python
@@ -58,7 +58,7 @@ from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.environments import Environments
 from mesh.jobs.image_python import ImagePython
 from mesh.jobs.logs import SNAPSHOT_BYTES, snapshot_logs
-from mesh.model.environment import EnvironmentRefused
+from mesh.model.environment import CondaList, EnvironmentRefused, UvProject
 from mesh.model.record import Commit, JobRecord
 from mesh.model.secrets import SecretError
 from mesh.model.spec import DataNeed, JobSpec, format_job
@@ -440,15 +440,17 @@ class Attempt:
         return found
 
     async def _make_environment(self, image_id: str | None) -> None:
-        """Have the Python environment of the job made, unless it is here."""
-        if self.spec.uv is None:
+        """Have the environment of the job made, unless it is here."""
+        wanted = self.spec.environment
+        if wanted is None:
             return
         begun, making = time.monotonic(), self._brings("environment")
         inside = None
-        if self.engine.own_root:
+        if self.engine.own_root and isinstance(wanted, UvProject):
             asked = self._environments.python_of(image_id, lambda: self._ask_image(image_id))
             inside = await self._fetched(asked, "Python")
-        ready = self._environments.ready(self.spec.user_key, self.spec.uv, self.base / "work", making, inside)
+        contained = self.engine.own_root
+        ready = self._environments.ready(self.spec.user_key, wanted, self.base / "work", making, inside, contained)
         self._environment = await self._fetched(ready, "environment")
         if self.preparing:
             self._note(f"its environment was made in {time.monotonic() - begun:.1f} s", "prepared")
@@ -488,6 +490,8 @@ class Attempt:
     def _env(self, place: GangPlace | None) -> dict[str, str]:
         # One run of W&B over all attempts; its ids take a job's letters and digits (docs/how-to/track-experiments.md).
         env = {"WANDB_RUN_ID": format_job(self.job), "WANDB_RESUME": "allow", **self.spec.env}
+        if isinstance(self.spec.environment, CondaList):
+            env = {"CONDA_PREFIX": INSIDE if self.engine.own_root else str(self._environment), **env}
         array = self.spec.array
         if array is not None:
             env |= {"MESH_ARRAY_ID": format_job(array.array), "MESH_ARRAY_INDEX": str(array.index)}

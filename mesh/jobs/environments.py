@@ -1,16 +1,18 @@
-"""Environments: the Python environments of jobs on this node, built by uv once for each lock, platform and Python.
+"""Environments: those of jobs on this node, built by uv or of conda packages once for each lock, platform and Python.
 
-The Python is one of this machine, or that of the job's image. uv cannot start the latter: it installs wheels for it below an
-environment that is laid out here as `venv` does, and that containers see at `INSIDE`.
+By uv, the Python is one of this machine, or that of the job's image. uv cannot start the latter: it installs wheels for it below
+an environment that is laid out here as `venv` does, and that containers see at `INSIDE`. An environment of conda packages has its
+own Python. Its files have the path at which guests see them.
 
 environments/<user>/<key>-<build>/env   an environment; `complete` beside it is written last, so one without it is removed
-environments/<user>/cache               uv's cache of this user's packages
+environments/<user>/cache               uv's cache of this user's packages, and below `conda` the archives of conda packages
 
-A build has a directory of its own: the uv of a daemon that was killed may still write into its own.
+A build has a directory of its own: the program of a daemon that was killed may still write into its own.
 
 Users share nothing here, since a plain process may write what its daemon's user can. uv reads two files of the job and runs
 outside of the guest's sandbox: it builds no packages, reads no settings, and asks no address but the owner's index. Its only look
 at an environment with Python is before the first package is in it, since packages may have code that runs whenever Python starts.
+Conda packages come from the owner's channels, and none of their code is run (`rattler_program`).
 """
 
 import asyncio
@@ -27,6 +29,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -36,13 +39,25 @@ from mesh.execution.control_files import read_file
 from mesh.execution.disk_usage import blocks, tree_use
 from mesh.execution.engine import INSIDE
 from mesh.jobs.image_python import ImagePython
-from mesh.model.environment import MOST_LOCK_BYTES, EnvironmentRefused, UvProject, packages_of, python_of
+from mesh.model.environment import (
+    CONDA_PLATFORMS,
+    EXPLICIT,
+    MOST_LOCK_BYTES,
+    CondaList,
+    Environment,
+    EnvironmentRefused,
+    UvProject,
+    conda_packages_of,
+    packages_of,
+    python_of,
+)
 from mesh.util import trees
 from mesh.util.byte_text import amount
+from mesh.util.isolated import isolated
 from mesh.util.redaction import redacted
 from mesh.util.remembered import Remembered
 
-MARK, ENV, CACHE, INDEX = "complete", "env", "cache", "index"
+MARK, ENV, CACHE, INDEX, CONDA = "complete", "env", "cache", "index", "conda"
 ASK_S, BUILD_S = 60.0, 1800.0  # for uv to read a lock, and to fetch and install it (own choice)
 LOOK_S = 2.0  # between looks at the size of what is built (own choice)
 MOST_TEXT = 1 << 16  # of uv's messages
@@ -51,6 +66,7 @@ SCRIPT_HEAD = 4096  # of a program: where it names its interpreter
 QUIET = ("--no-config", "--no-python-downloads", "--no-progress", "--color", "never")
 PASSED = ("PATH", "HOME", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 NO_UV = "uv is not installed on this node: its owner can run `pip install uv`, or see https://docs.astral.sh/uv"
+NO_CONDA = "py-rattler is not installed on this node: its owner can run `pip install py-rattler` beside campus-mesh"
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +87,24 @@ class OwnPython(NamedTuple):
         return f"{self.path.resolve()}\0{self.version}"
 
 
-class Environments:
-    """`index`: where packages come from: the address of an index, a directory with wheels, or empty for the cache alone."""
+class Recipe(NamedTuple):
+    """How an environment is made: `make` does it in a new directory. `base`: on what the result depends besides the packages."""
 
-    def __init__(self, directory: Path, index: str, quota_bytes: int) -> None:
+    tool: str
+    packages: Sequence[str]
+    base: str
+    make: Callable[[Path], Awaitable[None]]
+
+
+class Environments:
+    """`index`: where wheels come from: the address of an index, a directory with wheels, or empty for the cache alone.
+
+    `channels`: the addresses of the channels that conda packages may come from.
+    """
+
+    def __init__(self, directory: Path, index: str, quota_bytes: int, channels: Sequence[str] = ()) -> None:
         self._directory, self._index, self._quota = directory, index, quota_bytes
+        self._channels = [channel.rstrip("/") for channel in channels]
         self._building = asyncio.Lock()  # one at a time: it takes the disk and the network
         self._used = Counter[Path]()
         self._packages = Remembered[tuple[bool, str, str], list[str]](REMEMBERED)
@@ -95,33 +124,33 @@ class Environments:
     async def ready(
         self,
         user_key: bytes,
-        project: UvProject,
+        environment: Environment,
         work: Path,
         say: Callable[[str], None],
         inside: ImagePython | None = None,
+        contained: bool = False,
     ) -> Path:
-        """Return the job's environment once it is here, for the Python of its image if it has one; `release` ends its use.
+        """Return the job's environment once it is here; `release` ends its use.
 
+        `inside`: the Python of its image, for one by uv; `contained`: its guest sees it at `INSIDE`.
         NoEnvironment if this node cannot make it, EnvironmentRefused if none can.
         """
-        source = await asyncio.to_thread(_read, work, project.source, project)
-        lock = await asyncio.to_thread(_read, work, project.lock, project)
-        packages = await self._packages_of(bool(project.script), source, lock)
-        wanted = python_of(lock)
-        if inside is not None:
-            inside.check(wanted)
-        python = inside or await self._own_python(wanted)
+        texts = [await asyncio.to_thread(_read, work, name, environment) for name in environment.files]
+        if isinstance(environment, CondaList):
+            recipe = self._conda_recipe(texts[0], contained)
+        else:
+            recipe = await self._uv_recipe(bool(environment.script), texts[0], texts[1], inside)
         user = self._directory / blake2b(user_key, digest_size=8).hexdigest()
-        asked = "\0".join([*packages, python.identity, os.uname().machine])
+        asked = "\0".join([*recipe.packages, recipe.base, os.uname().machine])
         key = blake2b(asked.encode(), digest_size=16).hexdigest()
         place = self._found(user, key)
         if place is None:
-            say(f"{len(packages)} packages by uv")
+            say(f"{len(recipe.packages)} packages by {recipe.tool}")
             async with self._building:
                 place = self._found(user, key)  # another job may have waited for the same one
                 if place is None:
                     place = user / f"{key}-{os.urandom(4).hex()}"
-                    await self._build(place, packages, python)
+                    await self._build(place, recipe)
         self._used[place] += 1
         os.utime(place / MARK)  # the time of its last use
         return place / ENV
@@ -138,6 +167,28 @@ class Environments:
         for place in self._places():
             if not (place / MARK).exists():
                 trees.remove(place)
+
+    async def _build(self, place: Path, recipe: Recipe) -> None:
+        await asyncio.to_thread(trees.remove, place)
+        try:
+            await self._make_room()
+            await asyncio.to_thread(place.mkdir, 0o700, parents=True)
+            await recipe.make(place)
+            await asyncio.to_thread(_sync, place)
+            await asyncio.to_thread(write_durably, place / MARK, b"")
+        except BaseException:
+            await asyncio.to_thread(trees.remove, place)
+            raise
+
+    # --- by uv
+
+    async def _uv_recipe(self, script: bool, source: str, lock: str, inside: ImagePython | None) -> Recipe:
+        packages = await self._packages_of(script, source, lock)
+        wanted = python_of(lock)
+        if inside is not None:
+            inside.check(wanted)
+        python = inside or await self._own_python(wanted)
+        return Recipe("uv", packages, python.identity, lambda place: self._install_wheels(place, packages, python))
 
     async def _packages_of(self, script: bool, source: str, lock: str) -> list[str]:
         """Return the packages of a lock by uv, which reads these files in a directory of their own."""
@@ -164,39 +215,34 @@ class Environments:
         self._pythons.keep(wanted, found)
         return found
 
-    async def _build(self, place: Path, packages: Sequence[str], python: OwnPython | ImagePython) -> None:
-        await asyncio.to_thread(trees.remove, place)
+    async def _install_wheels(self, place: Path, packages: Sequence[str], python: OwnPython | ImagePython) -> None:
         env = place / ENV
-        try:
-            await self._make_room()
-            await asyncio.to_thread(place.mkdir, 0o700, parents=True)
-            if isinstance(python, OwnPython):
-                await self._uv(
-                    ["venv", "--offline", "--no-project", "--python", str(python.path), str(env)], ASK_S, str(place)
-                )
-                there = ["--python", str(env / "bin" / "python")]
-            else:
-                site = await asyncio.to_thread(_lay_out, env, python)
-                there = ["--python", sys.executable, "--target", str(site)]
-                there += ["--python-version", python.version, "--python-platform", python.platform]
-            if packages:
-                listed = place / "packages.txt"
-                listed.write_text("\n".join(packages) + "\n")
-                order = ["pip", "install", "--no-deps", "--require-hashes", "--no-build", "--requirements", str(listed)]
-                order += [*there, "--cache-dir", str(place.parent / CACHE)]
-                known = place.parent / INDEX
-                source = await asyncio.to_thread(self._source, known)
+        if isinstance(python, OwnPython):
+            await self._uv(
+                ["venv", "--offline", "--no-project", "--python", str(python.path), str(env)], ASK_S, str(place)
+            )
+            there = ["--python", str(env / "bin" / "python")]
+        else:
+            site = await asyncio.to_thread(_lay_out, env, python)
+            there = ["--python", sys.executable, "--target", str(site)]
+            there += ["--python-version", python.version, "--python-platform", python.platform]
+        if packages:
+            listed = place / "packages.txt"
+            listed.write_text("\n".join(packages) + "\n")
+            order = ["pip", "install", "--no-deps", "--require-hashes", "--no-build", "--requirements", str(listed)]
+            order += [*there, "--cache-dir", str(place.parent / CACHE)]
+            known = place.parent / INDEX
+            source = await asyncio.to_thread(self._source, known)
+            try:
                 await self._uv([*order, *source], BUILD_S, str(place), bounded=True)
-                if self._index.startswith("http"):
-                    await asyncio.to_thread(write_durably, known, self._index.encode())
-            if isinstance(python, ImagePython):
-                await asyncio.to_thread(_place_scripts, env, site)
-                await asyncio.to_thread(_let_read, env)
-            await asyncio.to_thread(_sync, place)
-            await asyncio.to_thread(write_durably, place / MARK, b"")
-        except BaseException:
-            await asyncio.to_thread(trees.remove, place)
-            raise
+            except NoEnvironment as error:
+                hint = "" if self._index else "; its owner allows no index here (uv_index in config.toml)"
+                raise NoEnvironment(f"{error}{hint}") from error
+            if self._index.startswith("http"):
+                await asyncio.to_thread(write_durably, known, self._index.encode())
+        if isinstance(python, ImagePython):
+            await asyncio.to_thread(_place_scripts, env, site)
+            await asyncio.to_thread(_let_read, env)
 
     def _source(self, known: Path) -> list[str]:
         """Return where uv looks for packages; `known`: a file with the index that it has asked last, by which its cache goes."""
@@ -205,6 +251,36 @@ class Environments:
         if self._index.startswith("/"):
             return ["--offline", "--no-index", "--find-links", self._index]
         return ["--default-index", self._index]
+
+    # --- of conda packages
+
+    def _conda_recipe(self, lock: str, contained: bool) -> Recipe:
+        if not has_conda():
+            raise NoEnvironment(NO_CONDA)
+        packages, here = conda_packages_of(lock), CONDA_PLATFORMS.get(os.uname().machine, "another platform")
+        other = next((package.subdir for package in packages if package.subdir not in {here, "noarch"}), None)
+        if other is not None:
+            raise NoEnvironment(f"its lock is for {other}, and this node is {here}")
+        listed, seen = [str(package) for package in packages], INSIDE if contained else ""
+
+        async def make(place: Path) -> None:
+            unknown = sorted({package.channel for package in packages} - set(self._channels))
+            if unknown:
+                allowed = ", ".join(self._channels) or "none"
+                raise NoEnvironment(
+                    f"its environment needs packages of {unknown[0]}, and its owner allows {allowed} here "
+                    "(conda_channels in config.toml)"
+                )
+            lock, env = place / "packages.txt", place / ENV
+            lock.write_text("\n".join([EXPLICIT, *listed]) + "\n")
+            program = isolated("mesh.jobs", "rattler_program", packages=True)
+            words = [*map(str, (lock, env, place.parent / CACHE / CONDA)), seen or str(env)]
+            await self._ran([*program, "install", *words], BUILD_S, str(place), bounded=True)
+            await asyncio.to_thread(trees.remove, place / "packages")
+            if contained:
+                await asyncio.to_thread(_let_read, env)
+
+        return Recipe("conda", listed, f"conda at {seen}", make)
 
     # --- disk
 
@@ -289,12 +365,8 @@ class Environments:
         if code:
             text = " ".join(redacted(told, ()).decode(errors="replace").split())
             text = text.partition("error: ")[2] or text  # before that, uv names Pythons of this machine
-            raise NoEnvironment(f"its environment cannot be made on this node: {text[-400:]}{self._hint(bounded)}")
+            raise NoEnvironment(f"its environment cannot be made on this node: {text[-400:]}")
         return shown.decode()
-
-    def _hint(self, bounded: bool) -> str:
-        hint = "; its owner allows no index here (uv_index in config.toml)"
-        return hint if bounded and not self._index else ""
 
 
 def _lay_out(env: Path, python: ImagePython) -> Path:
@@ -360,7 +432,12 @@ def find_uv() -> str | None:
     return found
 
 
-def _read(work: Path, name: str, project: UvProject) -> str:
+def has_conda() -> bool:
+    """Tell whether this node can make environments of conda packages."""
+    return find_spec("rattler") is not None
+
+
+def _read(work: Path, name: str, environment: Environment) -> str:
     """Read a file of the job; its directories may be links that it made."""
     path = work / name
     try:
@@ -370,7 +447,7 @@ def _read(work: Path, name: str, project: UvProject) -> str:
         text = data.decode()
     except FileNotFoundError as error:
         raise EnvironmentRefused(
-            f"the working directory has no {name}: `{project.lock_command}` makes the lock"
+            f"the working directory has no {name}: `{environment.lock_command}` makes the lock"
         ) from error
     except UnicodeDecodeError as error:
         raise EnvironmentRefused(f"{name} is not UTF-8") from error

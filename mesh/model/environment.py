@@ -1,21 +1,32 @@
-"""Python environments of jobs: which files of the working directory describe one, and which packages a lock may name.
+"""Environments of jobs: which files of the working directory describe one, and which packages a lock may name.
 
-The packages come by `uv export` from a lock that the job's user wrote, and are installed outside of the guest's sandbox. So only
-wheels of an index are taken, each by its hash: nothing that would run at installation, and no address or path of the lock's own.
+The job's user wrote the lock, and its packages are installed outside of the guest's sandbox. By uv, the packages come from `uv
+export`, and only wheels of an index are taken, each by its hash: nothing that would run at installation, and no address or path
+of the lock's own. By conda, the lock is a list of addresses with hashes, of which a node takes those of its owner's channels.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
 MOST_LOCK_BYTES = 8 << 20  # of a lock; that of a project with 500 packages has 1 MiB (own choice)
 MOST_PACKAGES = 2000  # own choice
+CONDA_PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}  # conda's names of machines
+EXPLICIT = "@EXPLICIT"  # the line before the addresses of a list of packages, as conda writes it
+ONE_ENVIRONMENT = "a job has one environment: leave out --uv or --conda"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _PACKAGE = re.compile(
     rf"{_PART}(?:\[{_PART}(?:,{_PART})*\])?==[A-Za-z0-9.!+_-]+(?: ; [^@#\\\n-][^@#\\\n]*?)?(?: --hash=sha256:[0-9a-f]{{64}})+"
 )
 _PYTHON = re.compile(r"[0-9<>=!~.,* ]{1,100}")
+_CONDA_PACKAGE = re.compile(
+    r"(?P<channel>https?://[A-Za-z0-9._:/~+-]{1,200})/(?P<subdir>[a-z0-9-]{1,30})/"
+    r"(?P<file>(?P<name>[a-z0-9_][a-z0-9_.-]{0,99})-[A-Za-z0-9_][A-Za-z0-9_.!+]{0,59}-[A-Za-z0-9_][A-Za-z0-9_.+]{0,59}"
+    r"(?:\.conda|\.tar\.bz2))#(?:sha256:)?(?P<sha256>[0-9a-f]{64})"
+)
 _INLINE = re.compile(r"(?m)^# /// script\s*$")  # PEP 723
 
 
@@ -37,15 +48,49 @@ class UvProject(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         return f"{self.script}.lock" if self.script else "uv.lock"
 
     @property
+    def files(self) -> tuple[str, ...]:
+        return self.source, self.lock
+
+    @property
     def lock_command(self) -> str:
         return f"uv lock --script {self.script}" if self.script else "uv lock"
 
 
-def check_project(project: UvProject) -> None:
-    """Raise EnvironmentRefused for a script that is not inside the working directory."""
-    parts = project.script.split("/")
-    if project.script and (any(part in {"", ".", ".."} for part in parts) or len(project.script) > 1000):
-        raise EnvironmentRefused(f"the script {project.script!r} must be a plain path inside the working directory")
+class CondaList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The environment of a list of conda packages, with addresses and hashes as `conda list --explicit --sha256` prints them."""
+
+    lock: str
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.lock,)
+
+    @property
+    def lock_command(self) -> str:
+        return f"mesh run --conda {self.lock.removesuffix('.lock')}"
+
+
+Environment = UvProject | CondaList
+
+
+class CondaPackage(NamedTuple):
+    """A package of a channel, for machines of this `subdir`; `file`: its archive there."""
+
+    channel: str
+    subdir: str
+    file: str
+    name: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.channel}/{self.subdir}/{self.file}#sha256:{self.sha256}"
+
+
+def check_environment(environment: Environment) -> None:
+    """Raise EnvironmentRefused for a file that is not inside the working directory."""
+    for name in environment.files:
+        if any(part in {"", ".", ".."} for part in name.split("/")) or len(name) > 1000:
+            raise EnvironmentRefused(f"{name!r} must be a plain path inside the working directory")
 
 
 def has_metadata(script: str) -> bool:
@@ -64,6 +109,29 @@ def packages_of(exported: str) -> list[str]:
                 f"its lock has {line[:100]!r}: a package must come from an index, with a version and a hash, "
                 "and not from a path, an address or a repository"
             )
+    return found
+
+
+def conda_packages_of(lock: str) -> list[CondaPackage]:
+    """Return the packages of a list; EnvironmentRefused if one is not an address of a package, with its hash."""
+    _, mark, listed = f"\n{lock}".partition(f"\n{EXPLICIT}\n")
+    if not mark:
+        raise EnvironmentRefused(f"its lock is no list of conda packages: it has no line {EXPLICIT}")
+    lines = list(_lines(listed))
+    if len(lines) > MOST_PACKAGES:
+        raise EnvironmentRefused(f"its lock has {len(lines)} packages: an environment has at most {MOST_PACKAGES}")
+    found = []
+    for line in lines:
+        match = _CONDA_PACKAGE.fullmatch(line)
+        if match is None:
+            raise EnvironmentRefused(
+                f"its lock has {line[:100]!r}: a package must be an address of a channel with its SHA-256, "
+                "as `conda list --explicit --sha256` prints it"
+            )
+        found.append(CondaPackage(**match.groupdict()))
+    twice = next((name for name, times in Counter(package.name for package in found).items() if times > 1), None)
+    if twice is not None:
+        raise EnvironmentRefused(f"its lock has {twice} twice")
     return found
 
 

@@ -17,7 +17,14 @@ from membership.lengths import MOST_ID, SAID, Id
 from membership.malformed import MALFORMED
 from mesh.model.bounds import MAX_GRACE_S, MAX_LEASE_S, MAX_NODES, MIN_LEASE_S
 from mesh.model.destinations import DestinationError, destinations
-from mesh.model.environment import EnvironmentRefused, UvProject, check_project
+from mesh.model.environment import (
+    ONE_ENVIRONMENT,
+    CondaList,
+    Environment,
+    EnvironmentRefused,
+    UvProject,
+    check_environment,
+)
 from mesh.model.record import Attempt, Commit, Config, Voter, avoided, shunned
 from mesh.model.secrets import Lock, SealedSecrets, SecretError, check_lock, check_secrets
 from placement.advert import MAX_DRIVER_PARTS, WHOLE
@@ -155,8 +162,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     `on_partition`: what the guest does while no majority of its witnesses answers.
 
     What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md). It
-    reads the data sets in `data`. `uv` names its Python environment (docs/explanation/environments.md). `network`: the hosts
-    that it reaches, by a proxy and nothing else, `name:port` (docs/explanation/egress.md).
+    reads the data sets in `data`. `uv` or `conda` names its environment (docs/explanation/environments.md). `network`: the
+    hosts that it reaches, by a proxy and nothing else, `name:port` (docs/explanation/egress.md).
     """
 
     submitter: bytes
@@ -209,6 +216,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     network: tuple[str, ...] = ()
     on: tuple[bytes, ...] = ()
     not_on: tuple[bytes, ...] = ()
+    conda: CondaList | None = None
+
+    @property
+    def environment(self) -> Environment | None:
+        """Return what describes the job's environment."""
+        return self.uv or self.conda
 
     @property
     def first_group(self) -> Config:
@@ -290,6 +303,7 @@ def placement_request(
         data=tuple(WantedData(need.name, need.manifest[:SHORT_ID], need.mib) for need in spec.data),
         network=spec.network,
         uv=spec.uv is not None,
+        conda=spec.conda is not None,
     )
 
 
@@ -416,12 +430,15 @@ def check_spec(spec: JobSpec) -> None:
             check_lock(spec.lock, len(spec.witnesses))
         if spec.secrets is not None:
             check_secrets(spec.secrets, len(spec.witnesses), spec.author)
-        if spec.uv is not None:
-            check_project(spec.uv)
+        if spec.environment is not None:
+            check_environment(spec.environment)
     except (SecretError, EnvironmentRefused) as error:
         raise SpecError(str(error)) from error
-    if spec.uv is not None and spec.saves_from_outside:
-        raise SpecError("a system checkpoint saves no environment: leave out --uv, or choose another --ckpt-mode")
+    if spec.uv is not None and spec.conda is not None:
+        raise SpecError(ONE_ENVIRONMENT)
+    if spec.environment is not None and spec.saves_from_outside:
+        option = "--uv" if spec.conda is None else "--conda"
+        raise SpecError(f"a system checkpoint saves no environment: leave out {option}, or choose another --ckpt-mode")
     if not 0 <= spec.grace_s <= MAX_GRACE_S:
         raise SpecError(f"grace must be 0 to {MAX_GRACE_S} seconds")
     if spec.checkpointing is not None:

@@ -1,4 +1,4 @@
-"""`mesh run --uv` on real daemons: a job runs in the environment of its lock, on whichever node it comes to."""
+"""`mesh run --uv` and `--conda` on real daemons: a job runs in the environment of its lock, on whichever node it comes to."""
 
 import os
 import sysconfig
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesh.daemon.stack import Stack
+from tests.conda_channel import channel
 from tests.container_images import busybox_image, import_python, python_image
 from tests.e2e.commands import finished, job_state, mesh, ok, read, until
 from tests.podman import podman_service
@@ -74,6 +75,68 @@ def test_second_start_is_as_fast_as_that_of_an_empty_job(make_stack: MakeStack, 
         warm, empty = (min(took(*options) for _ in range(3)) for options in (("--uv",), ()))
         print(f"cold {cold:.2f} s, warm {warm:.2f} s, without an environment {empty:.2f} s")
         assert warm < empty + 1.0
+
+
+def test_job_runs_in_an_environment_of_conda_packages(make_stack: MakeStack, tmp_path: Path) -> None:
+    """The submitter solves once; a node fetches once, and starts later jobs at once."""
+    with channel(tmp_path / "channel") as served:
+        work = served.project(tmp_path / "work")
+        user = make_stack(1, conda_channels=[served.address]).nodes[0]
+
+        def run(*words: str) -> tuple[str, str]:
+            done = mesh(user, "run", "--conda", "environment.yml", "--", *words, cwd=work)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout, done.stderr
+
+        out, told = run("train.py")
+        assert "1.0 " in out and "/environments/" in out and "solving environment.yml" in told
+        assert sum(path.endswith((".conda", ".bz2")) for path in served.paths) == 3
+        job = read(user, "ps", "-a")["jobs"][-1]["job"]
+        assert read(user, "describe", job)["asked"]["environment"] == "environment.yml.lock"
+        assert "its environment was made in" in ok(user, "job", "events", job)
+        served.paths.clear()
+        out, told = run("sh", "-c", "tiny; hello; echo $CONDA_PREFIX; touch $CONDA_PREFIX/x || true")
+        assert "1.0" in out and "Read-only file system" in out + told
+        assert out.partition("hello from ")[2].split()[0] == out.partition("hello from ")[2].split()[1]
+        assert "solving" not in told and not served.paths
+        job = read(user, "ps", "-a")["jobs"][-1]["job"]
+        assert "its environment was made in" not in ok(user, "job", "events", job), "warm"
+        # A list of packages, as conda writes it, is a lock too.
+        (work / "environment.yml.lock").rename(work / "explicit.txt")
+        assert "1.0 " in ok(user, "run", "--conda", "explicit.txt", "--", "python", "train.py", cwd=work)
+        # Another file is another lock.
+        (work / "environment.yml").write_text((work / "environment.yml").read_text() + "  - nothing-like-it\n")
+        refused = mesh(user, "run", "--conda", "environment.yml", "--", "true", cwd=work)
+        assert refused.returncode == 125 and "nothing-like-it" in refused.stderr
+        two = mesh(user, "run", "--uv", "--conda", "explicit.txt", "--", "true", cwd=work)
+        assert two.returncode == 125 and "leave out --uv or --conda" in two.stderr
+
+
+def test_node_whose_owner_allows_no_channel_says_so(make_stack: MakeStack, tmp_path: Path) -> None:
+    with channel(tmp_path / "channel") as served:
+        work = served.project(tmp_path / "work")
+        user = make_stack(1).nodes[0]
+        job = ok(user, "submit", "--conda", "environment.yml", "--", "true", cwd=work).split()[-1]
+        why = until(lambda: "conda_channels" in (text := ok(user, "why", job)) and text, "the reason")
+        assert f"needs packages of {served.address}, and its owner allows none here" in why
+        assert not [path for path in served.paths if path.endswith((".conda", ".bz2"))]
+
+
+@pytest.mark.docker
+def test_conda_packages_run_in_an_image_without_python(make_stack: MakeStack, tmp_path: Path) -> None:
+    image = busybox_image()
+    with channel(tmp_path / "channel") as served:
+        work = served.project(tmp_path / "work")
+        stack = make_stack(1, conda_channels=[served.address], engines=["process", "docker"])
+        user = stack.nodes[0]
+        until(
+            lambda: mesh(user, "run", "--no-workdir", "--image", image, "--", "true").returncode == 0,
+            "the image to be known",
+        )
+        command = ("sh", "-c", "hello; echo $CONDA_PREFIX; touch /mesh/env/x")
+        done = mesh(user, "run", "--conda", "environment.yml", "--image", image, "--", *command, cwd=work)
+        shown = done.stdout + done.stderr
+        assert "hello from /mesh/env\n/mesh/env" in shown and "Read-only file system" in shown
 
 
 WAITS = """

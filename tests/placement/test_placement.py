@@ -151,6 +151,11 @@ def test_decision_replays_for_any_order_of_adverts(order: list[bytes]) -> None:
         ({"accepts": ("bob",)}, {}, "bob only"),
         ({"engines": ()}, {}, "no process engine"),
         ({"uv": False}, {"uv": True}, "has no uv for the job's environment"),
+        (
+            {},
+            {"conda": True},
+            "has no py-rattler for the job's environment (its owner can run `pip install py-rattler`)",
+        ),
         ({"own_only": ("process",)}, {}, "no sandbox"),
         ({}, {"image": "torch"}, "no docker engine"),
         ({"engines": ("docker",)}, {"image": "torch"}, "no image torch"),

@@ -34,7 +34,7 @@ EVENTS_SHOWN = 20
 _Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
 # Fields of a spec that a description leaves out: shown in another form, or of no use to a person.
 UNTOLD = {"submitter", "chain", "nonce", "witnesses", "workdir", "workdir_holders"}
-UNTOLD |= {"checkpointing", "array", "after", "after_any", "lock", "secrets", "uv", "on", "not_on"}
+UNTOLD |= {"checkpointing", "array", "after", "after_any", "lock", "secrets", "uv", "conda", "on", "not_on"}
 
 
 class JobHandlers:
@@ -165,8 +165,8 @@ class JobHandlers:
         if spec.secrets is not None:
             asked["secrets"] = [name if name == target else f"{name} as {target}" for name, target in spec.secrets.uses]
             asked["secret_nodes"] = [nick_in(nicks, node) for node in spec.secrets.nodes]
-        if spec.uv is not None:
-            asked["environment"] = spec.uv.lock
+        if spec.environment is not None:
+            asked["environment"] = spec.environment.lock
         asked["after"] = [*map(format_job, spec.after), *(ANY_END + format_job(job) for job in spec.after_any)]
         events = await self.events(format_job(status.job), 0)
         return schemas.jobs.Described(

@@ -28,12 +28,21 @@ from mesh.api.requests import ANY_END, SubmitOrder
 from mesh.checkpoints.key_shares import seal_shares
 from mesh.checkpoints.replica_policy import NEED_MIB
 from mesh.consensus.proposer import WANT_WITNESSES
+from mesh.execution.control_files import read_file
 from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.jobs.workdir import collect_files
 from mesh.journal import Journal
 from mesh.model.destinations import DestinationError, destinations
-from mesh.model.environment import MOST_LOCK_BYTES, UvProject, has_metadata
+from mesh.model.environment import (
+    MOST_LOCK_BYTES,
+    ONE_ENVIRONMENT,
+    CondaList,
+    EnvironmentRefused,
+    UvProject,
+    conda_packages_of,
+    has_metadata,
+)
 from mesh.model.record import Outcome, Voter
 from mesh.model.spec import (
     JOB_ID_BYTES,
@@ -367,11 +376,17 @@ def _network(names: list[str]) -> tuple[str, ...]:
 
 def _command(order: SubmitOrder) -> dict[str, Any]:
     """Return the command, and its environment; MeshError without what describes that."""
-    if not order.uv:
+    if not order.uv and not order.conda:
         return {"argv": tuple(order.argv)}
+    if order.uv and order.conda:
+        raise MeshError(ONE_ENVIRONMENT, ExitCode.USAGE)
     if order.workdir is None:
-        raise MeshError("--uv reads pyproject.toml and uv.lock: leave out --no-workdir", ExitCode.USAGE)
-    here = Path(order.workdir)
+        option = "--uv" if order.uv else "--conda"
+        raise MeshError(f"{option} reads files of the working directory: leave out --no-workdir", ExitCode.USAGE)
+    here, runs_itself = Path(order.workdir), any(word.endswith(".py") for word in order.argv[:1])
+    argv = (*(("python",) if runs_itself else ()), *order.argv)
+    if order.conda:
+        return {"argv": argv, "conda": _conda(here, order.conda)}
     script = next((word.removeprefix("./") for word in order.argv if word.endswith(".py")), "")
     described = bool(script) and not script.startswith("/") and _describes(here / script)
     project = UvProject(script if described else "")
@@ -380,8 +395,17 @@ def _command(order: SubmitOrder) -> dict[str, Any]:
             hint = "or a script with inline metadata (PEP 723)" if name == "pyproject.toml" else "makes it"
             command = "uv init" if name == "pyproject.toml" else project.lock_command
             raise MeshError(f"--uv: {here} has no {name}: `{command}` {hint}", ExitCode.USAGE)
-    runs_itself = any(word.endswith(".py") for word in order.argv[:1])
-    return {"argv": (*(("python",) if runs_itself else ()), *order.argv), "uv": project}
+    return {"argv": argv, "uv": project}
+
+
+def _conda(here: Path, name: str) -> CondaList:
+    try:
+        conda_packages_of(read_file(here / name, MOST_LOCK_BYTES).decode())
+    except OSError as error:
+        raise MeshError(f"--conda: cannot read {here / name}: {error.strerror or error}", ExitCode.USAGE) from error
+    except (UnicodeDecodeError, EnvironmentRefused) as error:
+        raise MeshError(f"--conda: {name}: {error}", ExitCode.USAGE) from error
+    return CondaList(name)
 
 
 def _describes(script: Path) -> bool:

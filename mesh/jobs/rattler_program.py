@@ -1,0 +1,179 @@
+"""Solve for conda packages, or fetch them and link them into an environment: by rattler, in a process of its own.
+
+The process has an end and bounds that its caller gives it, and does not end as others do: rattler's threads may still hold Python
+objects, and one process of ten would crash (measured with py-rattler 0.28).
+
+Packages are written by others, and rattler takes the paths that they name. So each archive is kept by its hash, unpacked, and
+checked as a whole before the first file is linked: no path and no link of a package may lead out of the environment. rattler then
+finds the unpacked packages where it keeps its own, and fetches nothing: the addresses that it is given lead nowhere. Scripts of
+packages are not run.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from mesh.model.environment import CondaPackage, conda_packages_of
+
+if TYPE_CHECKING:
+    from rattler import RepoDataRecord
+
+FETCHES = 4  # at a time (own choice)
+TRIES = 3  # of a fetch (rattler's default)
+
+
+class BadPackage(Exception):
+    """A package is not what its lock says, or would write or lead out of the environment."""
+
+
+class Entry(NamedTuple):
+    """A path that a package has in the environment, and where it leads if it is a link."""
+
+    package: str
+    path: PurePosixPath
+    target: str | None
+
+
+def main() -> None:
+    """Run `solve PLATFORM`, with channels and requirements as JSON in its input, or `install LOCK` with its arguments."""
+    order, about, *words = sys.argv[1:]
+    try:
+        if order == "solve":
+            asyncio.run(solve(about, *json.load(sys.stdin)))
+        else:
+            asyncio.run(install(conda_packages_of(Path(about).read_text()), *words))
+    except Exception as error:  # rattler's errors have no common base
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def solve(platform: str, channels: Sequence[str], specs: Sequence[str]) -> None:
+    """Print the packages that meet the requirements, on a machine with what this one has."""
+    import rattler
+    from rattler.virtual_package import VirtualPackage, VirtualPackageOverrides
+
+    records = await rattler.solve(
+        channels,
+        [rattler.MatchSpec(spec, strict=False) for spec in specs],
+        platforms=[rattler.Subdir(platform), "noarch"],
+        virtual_packages=VirtualPackage.detect(VirtualPackageOverrides.from_env()),
+    )
+    for record in records:
+        print(f"{record.url}#sha256:{record.sha256.hex() if record.sha256 else ''}")
+
+
+async def install(packages: Sequence[CondaPackage], place: str, cache: str, seen: str) -> None:
+    """Make an environment of these packages in the directory `place`; BadPackage if one must not be in any.
+
+    `cache`: the directory of archives; `seen`: where guests see the environment.
+    """
+    import rattler
+    from rattler.package_cache import PackageCache
+
+    env, archives = Path(place), Path(cache)
+    unpacked, gate = env.with_name("packages"), asyncio.Semaphore(FETCHES)
+    client = rattler.Client([rattler.networking.RetryMiddleware(TRIES)])  # it reads no passwords of the owner
+
+    async def bring(package: CondaPackage) -> "RepoDataRecord":
+        async with gate:
+            return await _unpack(package, await _fetch(package, archives, env.parent, client), unpacked)
+
+    records = await asyncio.gather(*map(bring, packages))
+    check(_entries(records, unpacked))
+    await rattler.install(
+        records,
+        env,
+        package_cache=PackageCache(unpacked),
+        installed_packages=[],
+        execute_link_scripts=False,
+        show_progress=False,
+        alternative_target_prefix=seen,
+    )
+
+
+async def _fetch(package: CondaPackage, archives: Path, scratch: Path, client: object) -> Path:
+    """Return the archive with the hash of the lock, which is fetched unless it is here."""
+    from rattler.package_streaming import download_to_path
+
+    path, fresh = archives / package.sha256 / package.file, scratch / package.file
+    if not path.exists() or await asyncio.to_thread(_digest, path) != package.sha256:
+        await download_to_path(client, f"{package.channel}/{package.subdir}/{package.file}", fresh)  # type: ignore[arg-type]
+        if await asyncio.to_thread(_digest, fresh) != package.sha256:
+            raise BadPackage(f"{package.file} has another hash in {package.channel} than in the lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.replace(path)
+    return path
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def _unpack(package: CondaPackage, archive: Path, unpacked: Path) -> "RepoDataRecord":
+    """Unpack an archive where rattler looks for it, and return what it says about itself."""
+    from rattler import RepoDataRecord
+    from rattler.package_streaming import extract
+
+    stem = package.file.removesuffix(".conda").removesuffix(".tar.bz2")
+    record = await RepoDataRecord.from_package_archive(archive)
+    if (called := f"{record.name.normalized}-{record.version}-{record.build}") != stem:
+        raise BadPackage(f"{package.file} says that it is {called[:100]!r}")
+    await asyncio.to_thread(extract, archive, unpacked / stem)
+    record.url = f"file:///not/to/be/fetched/{package.file}"
+    return record
+
+
+def _entries(records: Sequence["RepoDataRecord"], unpacked: Path) -> Iterable[Entry]:
+    """Return what the packages have, at the paths that it gets in the environment."""
+    from rattler import PathsJson
+
+    python = next((record for record in records if record.name.normalized == "python"), None)
+    minor = "" if python is None else ".".join(str(python.version).split(".")[:2])
+    site = PurePosixPath((python and python.python_site_packages_path) or f"lib/python{minor}/site-packages")
+    places = {"site-packages": site, "python-scripts": PurePosixPath("bin")}
+    yield Entry("python", site, None)
+    for record in records:
+        name = f"{record.name.normalized}-{record.version}-{record.build}"
+        for listed in PathsJson.from_package_directory(unpacked / name).paths:
+            path = PurePosixPath(listed.relative_path)
+            here = unpacked / name / path
+            target = str(here.readlink()) if _plain(path) and here.is_symlink() else None
+            if record.noarch.python and len(path.parts) > 1:
+                path = places.get(path.parts[0], PurePosixPath(path.parts[0])).joinpath(*path.parts[1:])
+            yield Entry(name, path, target)
+
+
+def check(entries: Iterable[Entry]) -> None:
+    """Raise BadPackage unless everything stays inside the environment.
+
+    Links are relative and go up only at their beginning, and nothing lies beyond a link. So each path is where its name says, and
+    each link ends inside, whichever others it passes.
+    """
+    found = list(entries)
+    links = {entry.path: entry.package for entry in found if entry.target is not None}
+    for package, path, target in found:
+        if not _plain(path):
+            raise BadPackage(f"{package} has a path that leads out of the environment: {str(path)[:100]!r}")
+        beyond = next((links[parent] for parent in path.parents if parent in links), None)
+        if beyond is not None:
+            raise BadPackage(f"{package} has {str(path)[:100]!r} beyond a link of {beyond}")
+        if target is not None:
+            steps = PurePosixPath(target).parts
+            up = next((place for place, step in enumerate(steps) if step != ".."), len(steps))
+            if target.startswith("/") or ".." in steps[up:] or up >= len(path.parts):
+                raise BadPackage(f"{package} has a link that leads out of the environment: {str(path)[:100]!r}")
+
+
+def _plain(path: PurePosixPath) -> bool:
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
