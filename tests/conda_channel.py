@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptstore.codec import zstd
 from mesh.model.environment import CONDA_PLATFORMS
@@ -31,14 +31,20 @@ NATIVE = b"\x7fELF" + PLACEHOLDER.encode() + b"/share/native\0the rest\0"
 ENVIRONMENT = "name: demo\nchannels:\n  - {channel}\n  - nodefaults\ndependencies:\n  - tinypkg >=1\n  - native\n"
 USES = "import tinypkg\nprint(tinypkg.VERSION, tinypkg.__file__, flush=True)\n"
 
-File = bytes | str  # the content of a file, or the target of a link
+
+class HardLink(NamedTuple):
+    target: str
+
+
+File = bytes | str | HardLink  # the content of a file, or the target of a link
 
 
 def member(name: str, content: File, mode: int = 0o644) -> tuple[tarfile.TarInfo, bytes]:
     info = tarfile.TarInfo(name)
     info.mtime, info.mode = 1_700_000_000, mode
-    if isinstance(content, str):
-        info.type, info.linkname = tarfile.SYMTYPE, content
+    if not isinstance(content, bytes):
+        hard = isinstance(content, HardLink)
+        info.type, info.linkname = (tarfile.LNKTYPE, content.target) if hard else (tarfile.SYMTYPE, content)
         return info, b""
     info.size = len(content)
     return info, content

@@ -83,6 +83,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--conda",
+        type=click.Path(dir_okay=False),
         metavar="environment.yml",
         help="Run it in an environment of conda packages: of this file, or of a list (`conda list --explicit --sha256`).",
     ),

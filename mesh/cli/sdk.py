@@ -15,7 +15,7 @@ FILES = ("job.py", "sdk/integrations/hf.py", "sdk/integrations/lightning.py")
 def sdk(directory: Path) -> None:
     """Copy `mesh/job.py`, and what the Hugging Face Trainer and Lightning need, into DIRECTORY (default: this one).
 
-    For programs whose Python has no campus-mesh: in an image, or with --uv. Files of an older release are replaced.
+    For programs whose Python has no campus-mesh: in an image, or with --uv or --conda. Files of an older release are replaced.
     """
     package = Path(__file__).parents[1]
     for name in FILES:

@@ -491,7 +491,7 @@ class Attempt:
         # One run of W&B over all attempts; its ids take a job's letters and digits (docs/how-to/track-experiments.md).
         env = {"WANDB_RUN_ID": format_job(self.job), "WANDB_RESUME": "allow", **self.spec.env}
         if isinstance(self.spec.environment, CondaList):
-            env = {"CONDA_PREFIX": INSIDE if self.engine.own_root else str(self._environment), **env}
+            env["CONDA_PREFIX"] = INSIDE if self.engine.own_root else str(self._environment)
         array = self.spec.array
         if array is not None:
             env |= {"MESH_ARRAY_ID": format_job(array.array), "MESH_ARRAY_INDEX": str(array.index)}

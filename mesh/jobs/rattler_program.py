@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from mesh.model.environment import CondaPackage, conda_packages_of
+from mesh.util import trees
 
 if TYPE_CHECKING:
     from rattler import RepoDataRecord
@@ -122,16 +123,15 @@ def _digest(path: Path) -> str:
 
 async def _unpack(package: CondaPackage, archive: Path, unpacked: Path) -> "RepoDataRecord":
     """Unpack an archive where rattler looks for it, and return what it says about itself."""
-    from rattler import RepoDataRecord
+    from rattler import PackageRecord, RepoDataRecord
     from rattler.package_streaming import extract
 
     stem = package.file.removesuffix(".conda").removesuffix(".tar.bz2")
-    record = await RepoDataRecord.from_package_archive(archive)
+    await asyncio.to_thread(extract, archive, unpacked / stem)
+    record = PackageRecord.from_index_json(unpacked / stem / "info" / "index.json")
     if (called := f"{record.name.normalized}-{record.version}-{record.build}") != stem:
         raise BadPackage(f"{package.file} says that it is {called[:100]!r}")
-    await asyncio.to_thread(extract, archive, unpacked / stem)
-    record.url = f"file:///not/to/be/fetched/{package.file}"
-    return record
+    return RepoDataRecord(record, package.file, f"file:///not/to/be/fetched/{package.file}", package.channel)
 
 
 def _entries(records: Sequence["RepoDataRecord"], unpacked: Path) -> Iterable[Entry]:
@@ -145,10 +145,17 @@ def _entries(records: Sequence["RepoDataRecord"], unpacked: Path) -> Iterable[En
     yield Entry("python", site, None)
     for record in records:
         name = f"{record.name.normalized}-{record.version}-{record.build}"
+        has = {
+            PurePosixPath(directory, entry).relative_to(unpacked / name)
+            for directory, directories, files in trees.walk(unpacked / name)
+            for entry in (*directories, *files)
+        }
         for listed in PathsJson.from_package_directory(unpacked / name).paths:
             path = PurePosixPath(listed.relative_path)
+            if path not in has:  # nor is it read through a link
+                raise BadPackage(f"{name} lists a path that is not its own: {str(path)[:100]!r}")
             here = unpacked / name / path
-            target = str(here.readlink()) if _plain(path) and here.is_symlink() else None
+            target = str(here.readlink()) if here.is_symlink() else None
             if record.noarch.python and len(path.parts) > 1:
                 path = places.get(path.parts[0], PurePosixPath(path.parts[0])).joinpath(*path.parts[1:])
             yield Entry(name, path, target)
@@ -163,7 +170,7 @@ def check(entries: Iterable[Entry]) -> None:
     found = list(entries)
     links = {entry.path: entry.package for entry in found if entry.target is not None}
     for package, path, target in found:
-        if not _plain(path):
+        if not path.parts or path.is_absolute() or ".." in path.parts:
             raise BadPackage(f"{package} has a path that leads out of the environment: {str(path)[:100]!r}")
         beyond = next((links[parent] for parent in path.parents if parent in links), None)
         if beyond is not None:
@@ -173,7 +180,3 @@ def check(entries: Iterable[Entry]) -> None:
             up = next((place for place, step in enumerate(steps) if step != ".."), len(steps))
             if target.startswith("/") or ".." in steps[up:] or up >= len(path.parts):
                 raise BadPackage(f"{package} has a link that leads out of the environment: {str(path)[:100]!r}")
-
-
-def _plain(path: PurePosixPath) -> bool:
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts

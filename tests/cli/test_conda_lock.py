@@ -8,7 +8,9 @@ import pytest
 from mesh.cli import conda_lock
 from mesh.cli.conda_lock import locked, read_environment
 from mesh.cli.job_file import MOST_BYTES
+from mesh.model.environment import conda_packages_of
 from mesh.util.errors import MeshError
+from tests.conda_channel import channel
 
 GOOD = b"name: demo\nprefix: /x\nchannels: [conda-forge, nodefaults]\ndependencies:\n  - python=3.12\n  - numpy >=2\n"
 
@@ -77,3 +79,29 @@ def test_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(MeshError, match="pip install py-rattler"):
         locked(tmp_path, "e.yml")
     assert [path.name for path in tmp_path.iterdir()] == ["e.yml"]
+
+
+def test_lock_is_used_until_its_environment_changes(tmp_path: Path) -> None:
+    with channel(tmp_path / "channel") as served:
+        work = served.project(tmp_path / "work")
+        assert locked(work, "./environment.yml") == "environment.yml.lock"
+        lock = (work / "environment.yml.lock").read_text()
+        assert sorted(map(str, conda_packages_of(lock))) == sorted(served.lines)
+        served.paths.clear()
+        assert locked(work, "environment.yml") == "environment.yml.lock" and not served.paths
+        assert locked(work, "environment.yml.lock") == "environment.yml.lock"
+        less = (work / "environment.yml").read_text().replace("  - tinypkg >=1\n", "")
+        (work / "environment.yml").write_text(less)
+        locked(work, "environment.yml")
+        (native,) = conda_packages_of((work / "environment.yml.lock").read_text())
+        assert native.name == "native"
+
+
+def test_channel_without_hashes_makes_no_lock(tmp_path: Path) -> None:
+    with channel(tmp_path / "channel") as served:
+        work = served.project(tmp_path / "work")
+        for index in (tmp_path / "channel").glob("*/repodata.json"):
+            index.write_text(index.read_text().replace('"sha256"', '"other"'))
+        with pytest.raises(MeshError, match="an address of a channel with its SHA-256"):
+            locked(work, "environment.yml")
+        assert not list(work.glob("*.lock"))

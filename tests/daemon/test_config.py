@@ -116,6 +116,7 @@ def test_interface_names_are_checked(tmp_path: Path, value: str) -> None:
         "edge = 'on'",
         "image_registries = ['https://docker.io']",
         "image_registries = ['ghcr.io/lab']",
+        "conda_channels = ['conda-forge']",
         "edge_device = 'eth0'\nedge = 'off'",
     ],
 )

@@ -13,7 +13,7 @@ from mesh.jobs.environments import MARK, Environments, NoEnvironment
 from mesh.jobs.rattler_program import BadPackage, Entry, check
 from mesh.model.environment import EXPLICIT, MOST_PACKAGES, CondaList, EnvironmentRefused, UvProject, conda_packages_of
 from mesh.model.spec import Checkpointing, SpecError, encode_spec
-from tests.conda_channel import HERE, MINOR, PLACEHOLDER, Channel, channel
+from tests.conda_channel import HERE, MINOR, PLACEHOLDER, Channel, File, HardLink, channel
 from tests.consensus.worlds import make_spec
 
 ADA, BOB, GIB = b"a" * 32, b"b" * 32, 1 << 30
@@ -205,16 +205,21 @@ def test_job_has_one_environment_inside_its_directory() -> None:
 
 OUT = "has a path that leads out of the environment"
 LINK = "has a link that leads out of the environment"
-HOSTILE: list[tuple[dict[str, bytes | str], dict[str, Any], str]] = [
-    ({"../outside/mine": b"x"}, {}, OUT),
-    ({"share/x": b"x"}, {"listed": ["share/x", "../../../outside/mine"]}, OUT),
-    ({"share/x": b"x"}, {"listed": ["share/x", "{outside}/mine"]}, OUT),
+NOT_OWN = "lists a path that is not its own"
+HOSTILE: list[tuple[dict[str, File], dict[str, Any], str]] = [
+    ({"../outside/mine": b"x"}, {}, NOT_OWN),
+    ({"share/x": b"x"}, {"listed": ["share/x", "../../../outside/mine"]}, NOT_OWN),
+    ({"share/x": b"x"}, {"listed": ["share/x", "{outside}/mine"]}, NOT_OWN),
     ({"share/x": "{outside}"}, {}, LINK),
     ({"share/x": "../../outside"}, {}, LINK),
     ({"share/x": "here/../../../outside"}, {}, LINK),
     ({"x": ".."}, {}, LINK),
     ({"share/x": "{outside}", "share/x/mine": b"x"}, {}, "failed to unpack `share/x/mine`"),
-    ({"lib/z": b"z", "share/x": "../lib", "share/x/y": b"y"}, {}, "beyond a link of hostile-1.0-0"),
+    ({"share/x": "{outside}"}, {"listed": ["share/x/mine"]}, NOT_OWN),
+    ({"share/x": HardLink("{outside}/mine")}, {}, "failed to unpack `share/x`"),
+    ({"share/x": HardLink("../outside/mine")}, {}, "failed to unpack `share/x`"),
+    ({"share/x": b"x"}, {"listed": ["share/x", "share/y"]}, NOT_OWN),
+    ({"lib/z": b"z", "share/x": "../lib", "share/x/y": b"y"}, {}, NOT_OWN),
     ({"lib/native.so.1/x": b"x"}, {}, "beyond a link of native-1.0-0"),
     ({"bin/x": b"x"}, {"called": "native"}, "says that it is 'native-1.0-0'"),
     ({"bin/x": b"x"}, {"called": "../../outside"}, "not a valid package name"),
@@ -231,7 +236,7 @@ HOSTILE: list[tuple[dict[str, bytes | str], dict[str, Any], str]] = [
 async def test_package_that_would_lead_out_is_refused(
     tmp_path: Path,
     served: Channel,
-    files: dict[str, bytes | str],
+    files: dict[str, File],
     options: dict[str, Any],
     reason: str,
     suffix: str,
@@ -241,6 +246,8 @@ async def test_package_that_would_lead_out_is_refused(
     (outside / "mine").write_text("mine")
 
     def placed(value: Any) -> Any:
+        if isinstance(value, HardLink):
+            return HardLink(placed(value.target))
         return value.format(outside=outside) if isinstance(value, str) else value
 
     files = {path: placed(content) for path, content in files.items()}
