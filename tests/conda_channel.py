@@ -116,9 +116,11 @@ class Channel:
         entry_points: Sequence[str] = (),
         listed: Sequence[str] | None = None,
         called: str = "",
+        instead: Mapping[str, File] | None = None,
         **more: str,
     ) -> str:
-        """Offer a package, and return its line in a lock; `listed`: what it says to have; `called`: what it says to be."""
+        """Offer a package, and return its line in a lock; `listed`: what it says to have; `called`: what it says to be;
+        `instead`: files in place of those by which it says so."""
         index = {
             "name": called or name,
             "version": version,
@@ -137,6 +139,7 @@ class Channel:
                 "package_metadata_version": 1,
             }
         described = [member(f"info/{file}", json.dumps(content).encode()) for file, content in info.items()]
+        described += [member(f"info/{file}", content) for file, content in (instead or {}).items()]
         content = [member(path, file, 0o755 if path.startswith("bin/") else 0o644) for path, file in files.items()]
         archive = f"{name}-{version}-0{suffix}"
         if suffix == ".conda":

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 FETCHES = 4  # at a time (own choice)
 TRIES = 3  # of a fetch (rattler's default)
+MOST_INFO_BYTES = 64 << 20  # of each file by which a package describes itself; rattler reads them whole (own choice)
 
 
 class BadPackage(Exception):
@@ -128,7 +130,11 @@ async def _unpack(package: CondaPackage, archive: Path, unpacked: Path) -> "Repo
 
     stem = package.file.removesuffix(".conda").removesuffix(".tar.bz2")
     await asyncio.to_thread(extract, archive, unpacked / stem)
-    record = PackageRecord.from_index_json(unpacked / stem / "info" / "index.json")
+    info = unpacked / stem / "info"
+    files = [file.lstat() for file in info.glob("*.json")]
+    if info.is_symlink() or any(not stat.S_ISREG(file.st_mode) or file.st_size > MOST_INFO_BYTES for file in files):
+        raise BadPackage(f"{package.file} describes itself by a link, or by more than {MOST_INFO_BYTES >> 20} MiB")
+    record = PackageRecord.from_index_json(info / "index.json")
     if (called := f"{record.name.normalized}-{record.version}-{record.build}") != stem:
         raise BadPackage(f"{package.file} says that it is {called[:100]!r}")
     return RepoDataRecord(record, package.file, f"file:///not/to/be/fetched/{package.file}", package.channel)

@@ -10,7 +10,7 @@ import pytest
 
 from mesh.jobs import environments as module
 from mesh.jobs.environments import MARK, Environments, NoEnvironment
-from mesh.jobs.rattler_program import BadPackage, Entry, check
+from mesh.jobs.rattler_program import MOST_INFO_BYTES, BadPackage, Entry, check
 from mesh.model.environment import EXPLICIT, MOST_PACKAGES, CondaList, EnvironmentRefused, UvProject, conda_packages_of
 from mesh.model.spec import Checkpointing, SpecError, encode_spec
 from tests.conda_channel import HERE, MINOR, PLACEHOLDER, Channel, File, HardLink, channel
@@ -221,6 +221,8 @@ HOSTILE: list[tuple[dict[str, File], dict[str, Any], str]] = [
     ({"share/x": b"x"}, {"listed": ["share/x", "share/y"]}, NOT_OWN),
     ({"lib/z": b"z", "share/x": "../lib", "share/x/y": b"y"}, {}, NOT_OWN),
     ({"lib/native.so.1/x": b"x"}, {}, "beyond a link of native-1.0-0"),
+    ({"bin/x": b"x"}, {"instead": {"index.json": "{outside}/mine"}}, "describes itself by a link"),
+    ({"bin/x": b"x"}, {"instead": {"paths.json": b" " * (MOST_INFO_BYTES + 1)}}, "more than 64 MiB"),
     ({"bin/x": b"x"}, {"called": "native"}, "says that it is 'native-1.0-0'"),
     ({"bin/x": b"x"}, {"called": "../../outside"}, "not a valid package name"),
     (
