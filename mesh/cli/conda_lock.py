@@ -64,7 +64,10 @@ def locked(workdir: Path, name: str) -> str:
     channels, specs = read_environment(text, name)
     say(f"solving {name}", err=True)
     lines = _solved(channels, specs, platform)
-    put_file(workdir / lock, "\n".join([made_from, EXPLICIT, *lines, ""]).encode())
+    try:
+        put_file(workdir / lock, "\n".join([made_from, EXPLICIT, *lines, ""]).encode())
+    except OSError as error:
+        raise MeshError(f"--conda: cannot write {lock} in {workdir}: {error.strerror or error}") from error
     return lock
 
 

@@ -118,6 +118,8 @@ def conda_packages_of(lock: str) -> list[CondaPackage]:
     if not mark:
         raise EnvironmentRefused(f"its lock is no list of conda packages: it has no line {EXPLICIT}")
     lines = list(_lines(listed))
+    if not lines:
+        raise EnvironmentRefused("its lock has no packages")
     if len(lines) > MOST_PACKAGES:
         raise EnvironmentRefused(f"its lock has {len(lines)} packages: an environment has at most {MOST_PACKAGES}")
     found = []

@@ -186,6 +186,8 @@ def test_lock_is_a_list_of_different_packages_with_a_bound() -> None:
     assert str(package) == GOOD and package.channel == "http://h/c" and package.name == "a"
     with pytest.raises(EnvironmentRefused, match="it has no line @EXPLICIT"):
         conda_packages_of(GOOD)
+    with pytest.raises(EnvironmentRefused, match="its lock has no packages"):
+        conda_packages_of(f"{EXPLICIT}\n# none\n")
     with pytest.raises(EnvironmentRefused, match="its lock has a twice"):
         conda_packages_of(f"{EXPLICIT}\n{GOOD}\n{GOOD}")
     with pytest.raises(EnvironmentRefused, match="at most"):
