@@ -133,7 +133,7 @@ def test_conda_packages_run_in_an_image_without_python(make_stack: MakeStack, tm
             lambda: mesh(user, "run", "--no-workdir", "--image", image, "--", "true").returncode == 0,
             "the image to be known",
         )
-        command = ("sh", "-c", "hello; echo $CONDA_PREFIX; touch /mesh/env/x")
+        command = ("sh", "-c", "hello; echo $CONDA_PREFIX; touch /mesh/env/x 2>&1")
         done = mesh(user, "run", "--conda", "environment.yml", "--image", image, "--", *command, cwd=work)
         shown = done.stdout + done.stderr
         assert "hello from /mesh/env\n/mesh/env" in shown and "Read-only file system" in shown
