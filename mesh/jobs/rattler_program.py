@@ -151,11 +151,7 @@ def _entries(records: Sequence["RepoDataRecord"], unpacked: Path) -> Iterable[En
     yield Entry("python", site, None)
     for record in records:
         name = f"{record.name.normalized}-{record.version}-{record.build}"
-        has = {
-            PurePosixPath(directory, entry).relative_to(unpacked / name)
-            for directory, directories, files in trees.walk(unpacked / name)
-            for entry in (*directories, *files)
-        }
+        has = {PurePosixPath(entry.path).relative_to(unpacked / name) for entry in trees.walk(unpacked / name)}
         for listed in PathsJson.from_package_directory(unpacked / name).paths:
             path = PurePosixPath(listed.relative_path)
             if path not in has:  # nor is it read through a link
