@@ -166,20 +166,22 @@ class Copied(NamedTuple):
     left_out: int
 
 
-def unpack(pieces: Iterator[bytes], target: Path, limit_bytes: int = COPY_LIMIT) -> Copied:
-    """Write a stream to `target`, a new name or an existing directory. Files with the same names are replaced.
+def unpack(pieces: Iterator[bytes], target: Path, name: str, limit_bytes: int = COPY_LIMIT) -> Copied:
+    """Write a stream to `target`, a new name, or under `name` in an existing directory. Files with the same names are replaced.
 
-    MeshError if the stream breaks its bounds; what was written before that stays.
+    MeshError if the stream breaks its bounds or has a second top entry; what was written before that stays.
     """
     inside = target.is_dir()
-    root = target if inside else target.parent
-    files = size = left_out = 0
+    root, top = (target, name) if inside else (target.parent, target.name)
+    sent, files, size, left_out = "", 0, 0, 0
     try:
         root.mkdir(parents=True, exist_ok=True)
         with TreeWriter(root, replaces=True) as tree:
             for entry, data in entries(pieces, limit_bytes):
                 first, _, rest = os.fsdecode(entry.path).partition("/")
-                top = first if inside else target.name
+                sent = sent or first
+                if first != sent:
+                    raise MeshError("the copy has ended: its node sent more than was asked for")
                 path = f"{top}/{rest}" if rest else top
                 if stat.S_ISDIR(entry.mode):
                     tree.directory(path, entry.mode & 0o755)

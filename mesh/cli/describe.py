@@ -1,7 +1,7 @@
 """`mesh describe`, `why` and `cp`: one job in detail."""
 
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
@@ -214,10 +214,10 @@ def cp(ctx: click.Context, source: str, destination: str, limit: int | None, as_
     job, colon, path = source.partition(":")
     if not colon or not path:
         raise click.UsageError(f"{source!r} is not JOB:PATH, as 7kq2ab:logs/train.txt or 7kq2ab:out/")
-    target = Path(destination)
+    target, name = Path(destination), PurePosixPath(path).name or "work"
     with waiting_for("copying"):
         pieces = client(ctx).stream(f"{job_path(job)}/files?path={quote(path)}")
-        copied = unpack(pieces, target, COPY_LIMIT if limit is None else limit << 20)
+        copied = unpack(pieces, target, name, COPY_LIMIT if limit is None else limit << 20)
     if not copied.files:
         raise MeshError(f"{source} has no files", ExitCode.ERROR)
     if as_json:

@@ -342,6 +342,13 @@ class DataLibrary:
 
     # --- for guests
 
+    async def _may_read(self, need: DataNeed, user_key: bytes) -> bool:
+        """Tell whether a user may read the data set for which the owner offers a directory. FetchFailed if nobody can say."""
+        if not need.manifest:
+            return False
+        manifest = await self.directory.manifest(need.manifest)
+        return manifest.full_name == need.name and manifest.may_read(user_key)
+
     async def bring(self, need: DataNeed, user_key: bytes, guest: Guest, tell: Tell, may_stream: bool) -> Brought:
         """Return a data set's files for a guest of a user, until `release`. FetchFailed.
 
@@ -349,6 +356,8 @@ class DataLibrary:
         """
         own = self.paths.get(need.name)
         if own is not None:
+            if "/" in need.name and not await self._may_read(need, user_key):
+                raise FetchFailed(f"data set {need.name} is not for this job's user")
             if not await asyncio.to_thread(Path(own).is_dir):
                 raise FetchFailed(f"this node's owner offers {need.name} at a path that is no directory")
             return Brought(need, Path(own), guest)

@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -69,12 +70,30 @@ def check(place: Path) -> None:
             assert Path(os.path.realpath(path)).is_relative_to(place / "to")
 
 
+def test_copy_has_the_name_that_was_asked_for_and_nothing_beside_it(place: Path) -> None:
+    """Regression: the lender chose names in the directory that the user copied to, as `~/.bashrc`."""
+    home = place / "to"
+    (home / ".bashrc").write_text("mine")
+    for attack in (
+        (file("out/x"), file(".bashrc", LATER)),
+        (file(".bashrc", LATER), file("out/x")),
+        (file(".bashrc", LATER),),
+    ):
+        with suppress(MeshError):
+            unpack(stream(*attack), home, "out")
+        assert (home / ".bashrc").read_text() == "mine" and {path.name for path in home.iterdir()} == {".bashrc", "out"}
+        shutil.rmtree(home / "out", ignore_errors=True)
+        (home / "out").unlink(missing_ok=True)
+    with pytest.raises(MeshError, match="more than was asked for"):
+        unpack(stream(file("out/x"), file(".ssh/authorized_keys", LATER)), home, "out")
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["into a directory", "to a new name"])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_copy_of_a_hostile_tree_stays_below_its_destination(attack: str, whole: bool, place: Path) -> None:
     target = place / "to" if whole else place / "to" / "new"
     try:
-        copied = unpack(stream(*ATTACKS[attack]), target)
+        copied = unpack(stream(*ATTACKS[attack]), target, "out")
     except MeshError as error:
         assert "\x1b" not in str(error).replace("\\x1b", "")
     else:
@@ -93,26 +112,26 @@ def test_archive_that_escapes_from_tarfile_stays_inside(place: Path) -> None:
         assert (old / "outside" / "newfile").exists()
     subprocess.run(["/bin/rm", "-rf", str(old)], check=True)
     with pytest.raises(MeshError):
-        unpack(as_stream(escaping_tar()), place / "to")
+        unpack(as_stream(escaping_tar()), place / "to", "out")
     check(place)
 
 
 def test_user_s_own_links_at_the_destination_are_not_followed(place: Path) -> None:
     (place / "to" / "out").symlink_to(place / "outside")
     with pytest.raises(MeshError, match="cannot write"):
-        unpack(stream(file("out/x")), place / "to")
+        unpack(stream(file("out/x")), place / "to", "out")
     assert [path.name for path in (place / "outside").iterdir()] == ["kept"]
     (place / "to" / "out").unlink()
     (place / "to" / "out").mkdir()
     (place / "to" / "out" / "kept").symlink_to(place / "outside" / "kept")
-    unpack(stream(file("out/kept", b"new")), place / "to")
+    unpack(stream(file("out/kept", b"new")), place / "to", "out")
     assert (place / "to" / "out" / "kept").read_text() == "new"
     check(place)
 
 
 def test_links_that_lead_out_are_left_out_and_counted(place: Path) -> None:
     frames = [directory("out"), link("out/python", "/usr/bin/python3"), link("out/latest", "a"), file("out/a", b"12")]
-    assert unpack(stream(*frames), place / "to") == (1, 2, 1)
+    assert unpack(stream(*frames), place / "to", "out") == (1, 2, 1)
     assert (place / "to" / "out" / "latest").read_text() == "12" and not (place / "to" / "out" / "python").is_symlink()
 
 
@@ -123,11 +142,11 @@ def test_copy_over_its_limit_ends_before_it_is_written(place: Path) -> None:
     """Finding 12: the apparent size counts, not the data sent."""
     hole = frame(Entry(b"out/hole", stat.S_IFREG | 0o644, size=2**62))
     with pytest.raises(MeshError, match=r"more than 65536 MiB \(holes count\).*--limit"):
-        unpack(stream(directory("out"), hole), place / "to")
+        unpack(stream(directory("out"), hole), place / "to", "out")
     assert not (place / "to" / "out" / "hole").exists()
     many = [frame(Entry(b"out/%d" % number, stat.S_IFREG | 0o644, size=300)) for number in range(4)]
     with pytest.raises(MeshError, match="holes count"):
-        unpack(stream(*many), place / "to", limit_bytes=1000)
+        unpack(stream(*many), place / "to", "out", limit_bytes=1000)
     assert len([*(place / "to" / "out").iterdir()]) == 3
 
 
@@ -144,7 +163,7 @@ def test_copy_that_implies_too_many_directories_ends(place: Path, monkeypatch: p
     monkeypatch.setattr("mesh.api.file_stream.MAX_FILES", 300)
     frames = [directory(f"out/{number}/" + "/".join("a" * 200)) for number in range(3)]
     with pytest.raises(MeshError, match="entries: copy its directories"):
-        unpack(stream(*frames), place / "to")
+        unpack(stream(*frames), place / "to", "out")
     assert len([*(place / "to" / "out").iterdir()]) == 2
 
 
@@ -166,7 +185,7 @@ def test_copy_that_implies_too_many_directories_ends(place: Path, monkeypatch: p
 )
 def test_malformed_stream_is_refused(frames: tuple[bytes, ...], place: Path) -> None:
     with pytest.raises(MeshError, match=f"{NOT_A_STREAM}|not below|does not stay|complete|cannot write"):
-        unpack(stream(*frames), place / "to", limit_bytes=2**63)
+        unpack(stream(*frames), place / "to", "out", limit_bytes=2**63)
     check(place)
 
 
@@ -188,9 +207,9 @@ def test_copy_that_breaks_off_is_an_error_and_says_why(place: Path) -> None:
     whole = b"".join(stream(file("out/f", b"12345")))
     for length in range(len(whole)):
         with pytest.raises(MeshError, match="complete"):
-            unpack(iter([whole[:length]] if length else []), place / "to")
+            unpack(iter([whole[:length]] if length else []), place / "to", "out")
     with pytest.raises(MeshError, match="it went away"):
-        unpack(iter([file("out/f"), frame(End("it went away"))]), place / "to")
+        unpack(iter([file("out/f"), frame(End("it went away"))]), place / "to", "out")
 
 
 def test_answer_that_does_not_fit_into_memory_is_refused() -> None:
@@ -258,7 +277,7 @@ def test_holes_arrive_as_holes(tmp_path: Path) -> None:
     os.utime(source / "full", (1_000_000, 1_000_000))
     sent = list(packed(source))
     assert sum(map(len, sent)) < 4 << 20 and max(map(len, sent)) <= 3 << 20
-    copied = unpack(iter(sent), tmp_path / "copy")
+    copied = unpack(iter(sent), tmp_path / "copy", "out")
     assert copied == (3, (64 << 20) + 3 + 3_000_001, 0)
     for name in ("hole", "empty", "full"):
         assert (tmp_path / "copy" / name).read_bytes() == (source / name).read_bytes()
@@ -272,5 +291,5 @@ def test_end_of_a_stream_is_within_reach_of_any_piece_size(tmp_path: Path) -> No
     whole = b"".join(packed(tmp_path / "f"))
     for size in (1, 2, 3, 7, len(whole)):
         pieces = (whole[start : start + size] for start in range(0, len(whole), size))
-        assert unpack(pieces, tmp_path / f"copy{size}") == (1, 7, 0)
+        assert unpack(pieces, tmp_path / f"copy{size}", "out") == (1, 7, 0)
     assert frame(End()) == whole[-len(frame(End())) :]

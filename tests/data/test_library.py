@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptstore import checker, dataset_adder
 from ckptstore.dataset_adder import Adder, Progress
 from ckptstore.errors import Stopped
 from membership.identity import Identity
-from mesh.data.library import Brought, Check, DataLibrary, _finished
+from mesh.data.library import Brought, Check, DataLibrary, FetchFailed, _finished
 from mesh.data.manifest import DataManifest
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
@@ -154,3 +155,22 @@ async def test_guests_that_start_together_share_the_files_of_a_set(library: Data
     paths = {one.path for one in await asyncio.gather(*(brought(library, told.append) for _ in range(3)))}
     assert len(paths) == 1 and (paths.pop() / "file").stat().st_size == SIZE
     assert library.holdings.used[SET] == 3 and told.count("makes room") == 1
+
+
+async def test_directory_for_a_data_set_is_for_its_readers(library: DataLibrary, tmp_path: Path) -> None:
+    """Regression: where the owner offered a directory for it, every job that named a private data set read that."""
+    manifest = await hold(library, tmp_path / "source")
+    name, reader = manifest.full_name, manifest.user_key
+    library.directory.known[SET] = msgspec.structs.replace(manifest, everybody=False)
+    library.paths[name] = str(tmp_path)
+    library.directory.known[OTHER] = msgspec.structs.replace(manifest, name="other", everybody=True)
+
+    async def path(need: DataNeed, user: bytes) -> Path:
+        return (await library.bring(need, user, Guest(b"j" * 16, print), print, False)).path
+
+    assert await path(DataNeed(name, SET), reader) == tmp_path
+    for need, user in ((DataNeed(name, SET), b"e" * 32), (DataNeed(name), reader), (DataNeed(name, OTHER), reader)):
+        with pytest.raises(FetchFailed, match="is not for this job's user"):
+            await path(need, user)
+    library.paths["mine"] = str(tmp_path)
+    assert await path(DataNeed("mine"), b"e" * 32) == tmp_path, "a name of the owner's own is for all"
