@@ -911,13 +911,18 @@ class JobsWorld(MembershipWorld):
         if job in self.lost - self.recovered or not self._has_room(job):
             return False
         others = [other for other in self.waits_for(job) if not self._end_is_kept(other)]
-        return all(other in self.accepted and self._can_end(other) for other in others)
+        return all(other in self.accepted and self.outcome(other) is None and self._can_end(other) for other in others)
 
     def _end_is_kept(self, job: bytes) -> bool:
-        """Tell whether others can learn how a job ended. Without most of a witness group, the word of one node proves nothing."""
-        there = [node.disk.witness_records.get(job) for node in self.nodes if not node.gone]
-        keepers = sum(record is not None and record.final for record in there)
-        return keepers >= (2 if job in self.lost - self.recovered else 1)
+        """Tell whether others can learn how a job ended. The word of one node proves nothing while most of its witness group has
+        lost the job, or never heard of it.
+        """
+        there = {
+            node: record for node in self.nodes if not node.gone and (record := node.disk.witness_records.get(job))
+        }
+        having = {Voter(node.id, node.disk.name) for node in there}
+        alone = job in self.lost - self.recovered or not (job in self.groups and decides(self.groups[job], having))
+        return sum(record.final for record in there.values()) >= (2 if alone else 1)
 
     def waits_for(self, job: bytes) -> list[bytes]:
         """Return the jobs whose ends another one may have to wait for."""
