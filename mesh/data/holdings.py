@@ -1,4 +1,4 @@
-"""Data sets on this node: which are whole here, which guests use, which are pinned."""
+"""Data sets on this node: which are here, which of them are damaged, which guests use, which are pinned."""
 
 import asyncio
 import logging
@@ -26,6 +26,7 @@ class Holdings:
     def __init__(self, root: Path, quota_bytes: int | None, directory: DataDirectory) -> None:
         self.root, self._quota_bytes, self._directory = root, quota_bytes, directory
         self.held: set[bytes] = set()
+        self.damaged: set[bytes] = set()  # those that lack chunks: they stay, and are not offered
         self.used: Counter[bytes] = Counter()
         self.unpinned: dict[bytes, float] = {}  # since when
 
@@ -48,12 +49,21 @@ class Holdings:
                 continue
             self._directory.remember(identity, sealed, manifest)
             self.held.add(identity)
+        self.find_damaged()
+
+    def find_damaged(self) -> None:
+        """Note which data sets lack chunks. It blocks."""
+        with self.store.mending:  # a pack that is salvaged is in no index for a moment
+            self.damaged = {identity for identity in tuple(self.held) if self.store.missing_of(identity)}
 
     async def close(self) -> None:
         await asyncio.to_thread(self.store.close)
 
     def is_here(self, identity: bytes) -> bool:
         return identity in self.held and self._directory.known[identity].root is not None
+
+    def is_whole(self, identity: bytes) -> bool:
+        return self.is_here(identity) and identity not in self.damaged
 
     def needs(self, identity: bytes) -> bool:
         """Tell whether a data set is here or on its way to a guest."""

@@ -7,20 +7,21 @@ A node that has all of a data set announces that and gives it on.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from ckptstore.dataset import Link
+from ckptstore.dataset_store import batches
 from ckptstore.errors import Stopped, StoreError
 from membership.envelope import seal
 from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
 from membership.trust import TrustStore
 from mesh.data.directory import DataDirectory
-from mesh.data.fetcher import TELL_S, DataFetcher, Tell
+from mesh.data.fetcher import CHUNKS, TELL_S, DataFetcher, Tell
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import (
     FORMAT_VERSION,
@@ -42,6 +43,7 @@ from mesh.data.streams import problem as streaming_problem
 from mesh.model.spec import DataNeed
 from mesh.rpc.client import PeerClient
 from mesh.util.byte_text import amount, part
+from mesh.util.text import plural
 from placement.advert import MAX_IMAGES
 from placement.filters import DataOffer
 from placement.request import SHORT_ID
@@ -158,7 +160,7 @@ class DataLibrary:
 
     def offer(self) -> DataOffer:
         """Return the advert's part about data sets."""
-        here = {one for one in self.holdings.held if self.directory.known[one].root is not None}
+        here = {one for one in self.holdings.held if self.holdings.is_whole(one)}
         here |= {identity for identity, manifest in self.directory.newest() if self.path_of(manifest) is not None}
         newest = sorted(here, key=lambda one: -self.directory.known[one].number)[:MAX_IMAGES]
         names = sorted(name for name in self.paths if "/" not in name)
@@ -180,7 +182,7 @@ class DataLibrary:
         """Publish what is here, newest first, when it changes and before it expires."""
         rows = [
             Held(identity, manifest.user_key, manifest.user, manifest.name, manifest.number)
-            for identity in self.holdings.held
+            for identity in self.holdings.held - self.holdings.damaged
             for manifest in (self.directory.known[identity],)
         ]
         body = encode_announced(sorted(rows, key=lambda held: (-held.number, held.id)))
@@ -283,6 +285,7 @@ class DataLibrary:
     def _arrived(self, identity: bytes, sealed: bytes, manifest: DataManifest) -> None:
         self.directory.remember(identity, sealed, manifest)
         self.holdings.held.add(identity)
+        self.holdings.damaged.discard(identity)
         self.holdings.touch(identity)
         self._announce()
 
@@ -304,7 +307,7 @@ class DataLibrary:
         self._announce()
 
     def verify(self, identity: bytes, manifest: DataManifest) -> Work:
-        """Read every chunk of a data set here, and fetch again what is damaged."""
+        """Read every chunk here, and fetch again those of a data set that are damaged; nothing else of it is removed."""
 
         async def do(work: Work) -> None:
             from ckptstore.checker import VerifyReport, check_packs
@@ -316,21 +319,41 @@ class DataLibrary:
                     check()
                     work.at(words)
 
-                if not self.holdings.used[identity]:
-                    store.drop_tree(identity)  # it is made again at its next use
-                return check_packs(store, tell), store.missing_of(identity)
+                packs = check_packs(store, tell)
+                self.holdings.find_damaged()
+                return packs, store.missing_of(identity)
 
-            packs, missing = await _finished(read)
-            work.result = {"chunks": packs.chunks, "damaged": packs.bad_chunks, "fetched_again": 0}
-            if missing:
-                work.at(f"{len(missing)} damaged chunks are fetched again")
-                self.holdings.held.discard(identity)
-                await asyncio.to_thread(store.forget, identity)  # its other chunks stay for a day
+            self.holdings.used[identity] += 1  # it stays meanwhile
+            try:
+                packs, missing = await _finished(read)
                 self._announce()
-                await self.fetcher.fetch(identity, manifest, lambda: None, work.at)
-                work.result["fetched_again"] = len(missing)
+                work.result = {"chunks": packs.chunks, "damaged": packs.bad_chunks, "fetched_again": 0}
+                if missing:
+                    work.at(f"fetches {plural(len(missing), 'damaged chunk')} again")
+                    await self._mend(identity, manifest, missing)
+                    work.result["fetched_again"] = len(missing)
+            finally:
+                self.holdings.used[identity] -= 1
+            if not self.holdings.used[identity]:
+                await asyncio.to_thread(store.drop_tree, identity)  # it is made again at its next use
 
         return self.begin("verify", manifest.full_name, do)
+
+    async def _mend(self, identity: bytes, manifest: DataManifest, missing: Sequence[tuple[bytes, int]]) -> None:
+        """Fetch the chunks that a data set here lacks. FetchFailed; what is here stays."""
+        name = manifest.full_name
+        try:
+            async with self.space.room(sum(length for _, length in missing), name):
+                for batch in batches(missing, CHUNKS):
+                    await self.fetcher.at_once(identity, None, dict(batch))
+        except (FetchFailed, StoreError, OSError) as error:
+            raise FetchFailed(
+                f"{plural(len(missing), 'chunk')} of {name} cannot be read here, and could not be fetched: {error}. The rest "
+                f"stays, and other nodes are not offered it. Give `mesh data verify {name}` again once another node has it, "
+                "or, if it is yours, add its files again"
+            ) from error
+        self.holdings.damaged.discard(identity)
+        self._announce()
 
     def pull(self, identity: bytes, manifest: DataManifest) -> Work:
         """Fetch a data set to this node, whether or not a job needs it."""
@@ -368,7 +391,8 @@ class DataLibrary:
             manifest = await self.directory.manifest(need.manifest)
             if not manifest.may_read(user_key):
                 raise FetchFailed(f"data set {manifest.full_name} is not for this job's user")
-            if not self.holdings.is_here(need.manifest):
+            tree = self.holdings.store.tree(need.manifest)
+            if not self.holdings.is_whole(need.manifest) and not tree.exists():
                 if may_stream and manifest.chunk_bytes >= LEAST_BYTES and not streaming_problem():
                     try:
                         stream = await self.streams.join(need.manifest, manifest, guest, tell)
@@ -376,7 +400,6 @@ class DataLibrary:
                     except MountFailed as error:
                         guest.note(f"{error}: it is fetched first")
                 await self.fetcher.fetch(need.manifest, manifest, lambda: guest.job, tell)
-            tree = self.holdings.store.tree(need.manifest)
             if not tree.exists():
                 async with self._making.setdefault(need.manifest, asyncio.Lock()):
                     if not tree.exists():  # it may have been made for another guest meanwhile

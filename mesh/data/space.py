@@ -140,7 +140,7 @@ class Space:
 
     def held_answer(self, identity: bytes) -> bytes:
         """Return what this node answers about a data set."""
-        if not self._holdings.is_here(identity):
+        if not self._holdings.is_whole(identity):
             return LACKS
         return PINNED if self._holdings.pinned(identity) else WHOLE
 

@@ -14,8 +14,12 @@ import pytest
 
 from ckptstore import checker, dataset_adder
 from ckptstore.dataset_adder import Adder, Progress
+from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
 from ckptstore.errors import Stopped
+from ckptstore.fetch import Request
 from membership.identity import Identity
+from mesh.data import fetcher
+from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.library import Brought, Check, DataLibrary, FetchFailed, _finished
 from mesh.data.manifest import DataManifest
 from mesh.data.streams import Guest
@@ -44,7 +48,7 @@ class Endless:
 
 @pytest.fixture
 async def library(tmp_path: Path) -> AsyncIterator[DataLibrary]:
-    nobody: Any = SimpleNamespace()
+    nobody: Any = SimpleNamespace(records=lambda section: [], members=list, publish=lambda *record: None)
     library = DataLibrary(
         tmp_path / "data", 5 * SIZE // 2, 0.0, {}, Identity.generate(), nobody, nobody, nobody, print, lambda: None
     )
@@ -57,12 +61,16 @@ async def hold(library: DataLibrary, source: Path) -> DataManifest:
     """Have a data set of `SIZE` bytes on the node."""
     source.mkdir()
     (source / "file").write_bytes(os.urandom(SIZE))
-    store = library.holdings.store
+    manifest = await add(library.holdings.store, source)
+    library.directory.remember(SET, b"sealed", manifest)
+    library.holdings.held.add(SET)
+    return manifest
+
+
+async def add(store: DataSets, source: Path) -> DataManifest:
     added = await asyncio.to_thread(lambda: Adder(store, lambda progress: None, False).add(source))
     manifest = DataManifest(1, "pictures", "ada", b"a" * 32, b"", 1, 1, added.root, added.chunk_bytes, (), True)
     await asyncio.to_thread(store.publish, SET, b"sealed", added.root)
-    library.directory.known[SET] = manifest
-    library.holdings.held.add(SET)
     return manifest
 
 
@@ -174,3 +182,63 @@ async def test_directory_for_a_data_set_is_for_its_readers(library: DataLibrary,
             await path(need, user)
     library.paths["mine"] = str(tmp_path)
     assert await path(DataNeed("mine"), b"e" * 32) == tmp_path, "a name of the owner's own is for all"
+
+
+async def test_damaged_chunk_costs_neither_the_set_nor_the_files_of_a_guest(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only copy keeps what is intact, after a restart, too. Once another node has the set, what is damaged comes from it."""
+    manifest = await hold(library, tmp_path / "source")
+    other = DataSets(tmp_path / "other")
+    await add(other, tmp_path / "source")
+    holdings, store = library.holdings, library.holdings.store
+    guest = await brought(library)
+    inode = (guest.path / "file").stat().st_ino
+    pack = max(store.packs.iterdir(), key=lambda path: path.stat().st_size)
+    with pack.open("r+b") as file:
+        file.seek(SIZE // 2)
+        byte = file.read(1)
+        file.seek(SIZE // 2)
+        file.write(bytes([byte[0] ^ 1]))
+    work = library.verify(SET, manifest)
+    await asyncio.wait([work.task])
+    assert "1 chunk of ada/pictures cannot be read here" in work.problem
+    assert "Give `mesh data verify ada/pictures` again once another node has it" in work.problem
+    assert (guest.path / "file").stat().st_ino == inode and (await brought(library)).path == guest.path
+    await asyncio.to_thread(store.free, time.time() + 2 * KEEP_PARTIAL_S)
+    lacks = store.missing_of(SET)
+    assert len(lacks) == 1 < len(store.members.of(SET)) and store.has(SET)
+    assert holdings.is_here(SET) and library.space.held_answer(SET) == LACKS
+
+    monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: manifest)
+    holdings.held, holdings.damaged = set(), set()
+    await asyncio.to_thread(holdings._reopen)
+    assert holdings.is_here(SET) and not holdings.is_whole(SET)
+
+    asked: list[bytes] = []
+
+    async def pulled(peers: object, request: Request, path: str, body: bytes, receiver: Any) -> Any:
+        asked.extend(request.ids)
+        for data in other.stream(request.ids):
+            receiver.feed(data)
+        return list(receiver.arrived), asyncio.create_task(asyncio.to_thread(receiver.keep))
+
+    monkeypatch.setattr(fetcher, "pulled", pulled)
+    monkeypatch.setattr(library.directory, "holders", lambda identity: [OTHER])
+    work = library.verify(SET, manifest)
+    await asyncio.wait([work.task])
+    assert not work.problem and work.result["fetched_again"] == 1 and asked == [lacks[0][0]]
+    assert library.space.held_answer(SET) == WHOLE and not store.missing_of(SET)
+    assert (guest.path / "file").stat().st_ino == inode and holdings.used[SET] == 2
+    other.close()
+
+
+async def test_files_that_no_guest_uses_are_made_again_after_a_verification(
+    library: DataLibrary, tmp_path: Path
+) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    guest = await brought(library)
+    await library.release(guest)
+    work = library.verify(SET, manifest)
+    await asyncio.wait([work.task])
+    assert not work.problem and not guest.path.exists()
