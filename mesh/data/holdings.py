@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Holdings:
         self.damaged: set[bytes] = set()  # those that lack chunks: they stay, and are not offered
         self.used: Counter[bytes] = Counter()
         self.unpinned: dict[bytes, float] = {}  # since when
+        self._going: dict[bytes, asyncio.Future[object]] = {}  # data sets that are being removed, or their files
 
     async def open(self) -> None:
         """Open the store, and know again what is in it."""
@@ -57,6 +59,7 @@ class Holdings:
             self.damaged = {identity for identity in tuple(self.held) if self.store.missing_of(identity)}
 
     async def close(self) -> None:
+        await asyncio.gather(*self._going.values(), return_exceptions=True)
         await asyncio.to_thread(self.store.close)
 
     def is_here(self, identity: bytes) -> bool:
@@ -88,12 +91,40 @@ class Holdings:
         with suppress(OSError):
             os.utime(self.store.sets / identity.hex())
 
-    async def drop(self, identity: bytes) -> None:
-        """Drop a data set, and free the space of its chunks that no other needs."""
+    async def drop(self, identity: bytes) -> bool:
+        """Drop a data set, and free the space of its chunks that no other needs; False if a guest uses it."""
+
+        def removal() -> None:
+            self.store.free(time.time(), self.store.forget(identity))
+
+        going = self._go(identity, removal)
+        if going is None:
+            return False
         self.held.discard(identity)
-        packs = await asyncio.to_thread(self.store.forget, identity)
-        await asyncio.to_thread(self.store.free, time.time(), packs)
         self.pin(identity, False)
+        await asyncio.shield(going)
+        return True
+
+    async def drop_tree(self, identity: bytes) -> bool:
+        """Drop the files of a data set, which are made again at its next use; False if a guest uses them."""
+        going = self._go(identity, lambda: self.store.drop_tree(identity))
+        if going is None:
+            return False
+        await asyncio.shield(going)
+        return True
+
+    def _go(self, identity: bytes, removal: Callable[[], None]) -> asyncio.Future[object] | None:
+        """Begin a removal in a thread, unless a guest uses the data set. Whoever comes now waits for its end (`gone`)."""
+        if self.used[identity] or identity in self._going:
+            return None
+        going = self._going[identity] = asyncio.ensure_future(asyncio.to_thread(removal))
+        going.add_done_callback(lambda _: self._going.pop(identity))
+        return going
+
+    async def gone(self, identity: bytes) -> None:
+        """Wait until no removal of a data set is under way. One that is counted as used before that stays from then on."""
+        if (going := self._going.get(identity)) is not None:
+            await asyncio.wait([going])
 
     def used_bytes(self) -> int:
         """Return the bytes of all packs and trees."""

@@ -167,16 +167,16 @@ class DataLibrary:
         return DataOffer(tuple(sorted(identity[:SHORT_ID] for identity in newest)), tuple(names))
 
     async def _heard(self, manifest: DataManifest) -> None:
-        """Drop what its owner has removed."""
+        """Drop what its owner has removed; `tidy` drops what guests still use."""
         identity = self.directory.newest_of(manifest.key)
         assert identity is not None
         if self.directory.known[identity].root is not None:
             return
-        for old in self.holdings.versions(manifest.key, identity):
-            if not self.holdings.used[old]:
+        if versions := self.holdings.versions(manifest.key, identity):
+            await self.holdings.keep_removal(identity)
+        for old in versions:
+            if await self.holdings.drop(old):
                 log.info("data set %s is dropped: its owner has removed it", manifest.full_name)
-                await self.holdings.drop(old)
-                await self.holdings.keep_removal(identity)
 
     def _announce(self) -> None:
         """Publish what is here, newest first, when it changes and before it expires."""
@@ -290,7 +290,10 @@ class DataLibrary:
         self._announce()
 
     async def remove(self, manifest: DataManifest) -> None:
-        """Sign that a data set of this user is removed, and drop it here; other nodes drop it when they hear of it."""
+        """Sign that a data set of this user is removed, and drop it here; other nodes drop it when they hear of it.
+
+        Where guests use it, it goes after them, by `tidy`.
+        """
         sealed = self._sign(manifest.name, None, (), False)
         identity = data_id(sealed)
         self.directory.remember(identity, sealed, self.directory.opened(identity, sealed))
@@ -301,9 +304,8 @@ class DataLibrary:
 
     async def drop_here(self, identity: bytes) -> None:
         """Drop a data set on this node only. FetchFailed if a guest uses it."""
-        if self.holdings.used[identity]:
-            raise FetchFailed("a guest on this node uses it: wait until its job has left")
-        await self.holdings.drop(identity)
+        if not await self.holdings.drop(identity):
+            raise FetchFailed("a guest on this node uses it, or it is being verified: wait until that is over")
         self._announce()
 
     def verify(self, identity: bytes, manifest: DataManifest) -> Work:
@@ -325,6 +327,7 @@ class DataLibrary:
 
             self.holdings.used[identity] += 1  # it stays meanwhile
             try:
+                await self.holdings.gone(identity)
                 packs, missing = await _finished(read)
                 self._announce()
                 work.result = {"chunks": packs.chunks, "damaged": packs.bad_chunks, "fetched_again": 0}
@@ -334,8 +337,7 @@ class DataLibrary:
                     work.result["fetched_again"] = len(missing)
             finally:
                 self.holdings.used[identity] -= 1
-            if not self.holdings.used[identity]:
-                await asyncio.to_thread(store.drop_tree, identity)  # it is made again at its next use
+            await self.holdings.drop_tree(identity)
 
         return self.begin("verify", manifest.full_name, do)
 
@@ -359,6 +361,7 @@ class DataLibrary:
         """Fetch a data set to this node, whether or not a job needs it."""
 
         async def do(work: Work) -> None:
+            await self.holdings.gone(identity)
             await self.fetcher.fetch(identity, manifest, lambda: None, work.at)
 
         return self.begin("fetch", identity.hex(), do)
@@ -388,6 +391,7 @@ class DataLibrary:
             raise FetchFailed(f"this node does not offer data set {need.name}")
         self.holdings.used[need.manifest] += 1
         try:
+            await self.holdings.gone(need.manifest)
             manifest = await self.directory.manifest(need.manifest)
             if not manifest.may_read(user_key):
                 raise FetchFailed(f"data set {manifest.full_name} is not for this job's user")

@@ -93,8 +93,7 @@ class Space:
     async def _drop_one_tree(self) -> bool:
         """Drop the files of the longest unused set: they can be made again from its chunks."""
         for one in sorted(self._holdings.kept(), key=lambda kept: kept.used_unix):
-            if not one.in_use and self._holdings.store.tree(one.id).exists():
-                await asyncio.to_thread(self._holdings.store.drop_tree, one.id)
+            if self._holdings.store.tree(one.id).exists() and await self._holdings.drop_tree(one.id):
                 return True
         return False
 
@@ -103,13 +102,13 @@ class Space:
         for one in order(self._holdings.kept()):
             if self._holdings.unpinned.get(one.id, 0.0) > time.monotonic() - UNPINNED_S:
                 continue
+            name = self._directory.known[one.id].full_name
             if (
                 await self._is_kept_elsewhere(one.id)
-                and not self._holdings.used[one.id]
                 and not self._holdings.pinned(one.id)
+                and await self._holdings.drop(one.id)
             ):
-                log.info("data set %s is evicted: the quota is full", self._directory.known[one.id].full_name)
-                await self._holdings.drop(one.id)
+                log.info("data set %s is evicted: the quota is full", name)
                 self._changed()
                 return True
         return False
@@ -150,13 +149,18 @@ class Space:
         return not any(answer in {WHOLE, PINNED} for answer in answers)
 
     async def tidy(self) -> None:
-        """Drop older versions after some days, and what no set needs."""
+        """Drop older versions after some days, removed data sets that guests still used, and what no set needs."""
         now = time.time()
         for one in self._holdings.kept():
-            if one.superseded and not one.pinned and not one.in_use and one.used_unix < now - self._keep_s:
-                log.info("an older version of data set %s is dropped", self._directory.known[one.id].full_name)
-                await self._holdings.drop(one.id)
-        for old in [one for one in self._holdings.held if self._directory.known[one].root is None]:
-            if self._directory.known[old].created_unix < now - REMOVAL_S:
-                await self._holdings.drop(old)
+            name, unused = self._directory.known[one.id].full_name, one.used_unix < now - self._keep_s
+            old = one.superseded and unused and not self._holdings.pinned(one.id)
+            if (old or self._is_removed(one.id)) and await self._holdings.drop(one.id):
+                log.info("an older version of data set %s is dropped", name)
+        for removal in [one for one in self._holdings.held if self._directory.known[one].root is None]:
+            if self._directory.known[removal].created_unix < now - REMOVAL_S:
+                await self._holdings.drop(removal)
         await asyncio.to_thread(self._holdings.store.free, now)
+
+    def _is_removed(self, identity: bytes) -> bool:
+        newest = self._directory.newest_of(self._directory.known[identity].key)
+        return newest is not None and self._directory.known[newest].root is None

@@ -22,6 +22,8 @@ from mesh.data import fetcher
 from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.library import Brought, Check, DataLibrary, FetchFailed, _finished
 from mesh.data.manifest import DataManifest
+from mesh.data.library import Brought, Check, DataLibrary, _finished
+from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
 
@@ -182,6 +184,53 @@ async def test_directory_for_a_data_set_is_for_its_readers(library: DataLibrary,
             await path(need, user)
     library.paths["mine"] = str(tmp_path)
     assert await path(DataNeed("mine"), b"e" * 32) == tmp_path, "a name of the owner's own is for all"
+
+
+async def test_guest_that_comes_while_the_files_of_a_set_are_dropped_gets_new_ones(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hold(library, tmp_path / "source")
+    await library.release(await brought(library))
+    begun, go_on, drop_tree = threading.Event(), threading.Event(), library.holdings.store.drop_tree
+
+    def slow(identity: bytes) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        drop_tree(identity)
+
+    monkeypatch.setattr(library.holdings.store, "drop_tree", slow)
+    dropping = asyncio.create_task(library.space._drop_one_tree())
+    try:
+        assert await asyncio.to_thread(begun.wait, 60)
+        guest = asyncio.create_task(brought(library))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not guest.done()
+    finally:
+        go_on.set()
+    path = (await guest).path
+    assert await dropping and (path / "file").exists()
+    assert not await library.space._drop_one_tree() and (path / "file").exists(), "a guest uses them"
+
+
+async def test_set_that_its_owner_removes_goes_once_no_guest_uses_it(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    guest = await brought(library)
+    removal = DataManifest(1, "pictures", "ada", b"a" * 32, b"", 2, int(time.time()))
+    monkeypatch.setattr(library, "_sign", lambda *version: b"removal")
+    monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: removal)
+    library.holdings.pin(SET, True)
+    await library.remove(manifest)
+    await library.space.tidy()
+    assert (guest.path / "file").exists() and library.holdings.is_here(SET)
+    with pytest.raises(FetchFailed, match="a guest on this node uses it"):
+        await library.drop_here(SET)
+    await library.release(guest)
+    await library.space.tidy()
+    assert not guest.path.exists() and not library.holdings.store.has(SET) and not library.holdings.pinned(SET)
+    assert library.directory.known[next(iter(library.holdings.held))] == removal
 
 
 async def test_damaged_chunk_costs_neither_the_set_nor_the_files_of_a_guest(

@@ -1,6 +1,8 @@
 """Space for data sets on a node: what may go when the quota is full, and what stays."""
 
+import asyncio
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,7 @@ class Here:
         directory: Any = SimpleNamespace(
             known=self.known,
             is_newest=lambda identity: identity in self.newest,
+            newest_of=lambda key: None,
             sealed=lambda identity: b"sealed",
             holders=lambda identity: [OTHER] if identity in self.answers else [],
         )
@@ -222,3 +225,25 @@ async def test_older_versions_and_removals_go_in_time(here: Here) -> None:
     await here.space.tidy()
     assert here.holdings.held == {fresh, pinned, used, newest, removed}
     assert not here.holdings.store.has(old)
+
+
+async def test_older_version_that_a_guest_gets_while_another_is_dropped_stays(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {here.add(name, used_ago_s=2 * KEEP_S, size=1000) for name in ("one", "two")}
+    here.newest = set()
+    begun, go_on, forget = threading.Event(), threading.Event(), here.holdings.store.forget
+
+    def slow(identity: bytes) -> set[str]:
+        begun.set()
+        assert go_on.wait(60)
+        return forget(identity)
+
+    monkeypatch.setattr(here.holdings.store, "forget", slow)
+    tidying = asyncio.create_task(here.space.tidy())
+    assert await asyncio.to_thread(begun.wait, 60)
+    (used,) = old & here.holdings.held  # the other one is being dropped
+    here.holdings.used[used] += 1
+    go_on.set()
+    await tidying
+    assert here.holdings.held == {used} and here.holdings.store.held() == [used]
