@@ -140,7 +140,7 @@ class DataFetcher:
         return sum(some.values())
 
     async def _fetch(self, progress: Progress, identity: bytes, manifest: DataManifest) -> None:
-        async with self._turn, self._space.room(manifest.chunk_bytes, manifest.full_name) as room:
+        async with self._turn, self._space.room(manifest.chunk_bytes, manifest.full_name, identity) as room:
             progress.begun.set()
             sealed = self._directory.sealed(identity)
             assert sealed is not None

@@ -345,7 +345,7 @@ class DataLibrary:
         """Fetch the chunks that a data set here lacks. FetchFailed; what is here stays."""
         name = manifest.full_name
         try:
-            async with self.space.room(sum(length for _, length in missing), name):
+            async with self.space.room(sum(length for _, length in missing), name, identity):
                 for batch in batches(missing, CHUNKS):
                     await self.fetcher.at_once(identity, None, dict(batch))
         except (FetchFailed, StoreError, OSError) as error:
@@ -429,7 +429,7 @@ class DataLibrary:
             self.holdings.store.make_tree(identity, root, report)
 
         tell("makes room")
-        async with self.space.room(manifest.tree_bytes, f"the files of {manifest.full_name}"):
+        async with self.space.room(manifest.tree_bytes, f"the files of {manifest.full_name}", identity):
             await _finished(make, lambda: tell(f"is unpacked: {part(done, manifest.size)}"))
 
     async def release(self, brought: Brought) -> None:

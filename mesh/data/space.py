@@ -47,22 +47,23 @@ class Space:
         self._rooms: list[Room] = []
 
     @asynccontextmanager
-    async def room(self, more: int, what: str) -> AsyncIterator[Room]:
-        """Evict until `more` bytes fit the quota, and keep that room for the block, which lowers `left` as they come.
+    async def room(self, more: int, what: str, identity: bytes) -> AsyncIterator[Room]:
+        """Keep room for `more` bytes of a data set during the block, which lowers `left` as they come.
 
-        FetchFailed if they do not fit, or the disk has no room for them.
+        Others are evicted for what is pinned or in use here, not for what another node has this one fetch: anybody can sign a
+        manifest that claims many bytes. FetchFailed if they do not fit the quota or the disk.
         """
         room = Room()
         self._rooms.append(room)
         try:
             async with self._freeing:
-                await self._make_room(more, what)
+                await self._make_room(more, what, identity)
                 room.left = more
             yield room
         finally:
             self._rooms.remove(room)
 
-    async def _make_room(self, more: int, what: str) -> None:
+    async def _make_room(self, more: int, what: str, identity: bytes) -> None:
         free = (await asyncio.to_thread(shutil.disk_usage, self._holdings.root)).free - self._promised_bytes()
         if free < more + LEAST_FREE:
             raise FetchFailed(f"{what}: {amount(more)} are needed and the disk has {amount(max(0, free))} free")
@@ -72,16 +73,24 @@ class Space:
         if more > quota_bytes:
             quota = amount(quota_bytes)
             raise FetchFailed(f"{what}: {amount(more)} are more than this node keeps ({quota}, data_quota_gib)")
-        for step in (self._drop_one_tree, self._evict_one, self._await_unpinned, self._evict_one):
+        wanted = self._holdings.pinned(identity) or self._holdings.used[identity] > 0
+        steps = (self._drop_one_tree, self._evict_one, self._await_unpinned, self._evict_one) if wanted else ()
+        used = await self._used_bytes()
+        for step in steps:
             used = await self._used_bytes()
             while used + more > quota_bytes and await step():
                 before, used = used, await self._used_bytes()
                 if used >= before:  # its packs are still relied on: evicting more would not help now
                     break
         if used + more > quota_bytes:
+            why = (
+                "by what is on its way, pinned, in use, or on no other node"
+                if wanted
+                else "and nothing goes for this one"
+            )
             raise FetchFailed(
                 f"{what}: {amount(more)} are needed; of the {amount(quota_bytes)} for data sets (data_quota_gib) "
-                f"{amount(used)} are used by what is on its way, pinned, in use, or on no other node"
+                f"{amount(used)} are used {why}"
             )
 
     def _promised_bytes(self) -> int:

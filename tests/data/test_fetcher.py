@@ -69,7 +69,7 @@ class Fetching:
         )
 
     @asynccontextmanager
-    async def _make_room(self, more: int, what: str) -> AsyncIterator[Room]:
+    async def _make_room(self, more: int, what: str, identity: bytes) -> AsyncIterator[Room]:
         self.room.append(more)
         self.promised = Room(more)
         yield self.promised

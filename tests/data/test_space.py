@@ -20,6 +20,7 @@ from mesh.data.space import REMOVAL_S, Space
 from mesh.rpc.client import PeerError
 
 ME, OTHER = b"m" * 32, b"o" * 32
+NEW = b"n" * 32  # a data set that a guest waits for
 SIZE = 300_000
 QUOTA = 3 * SIZE
 ADA = b"a" * 32
@@ -45,6 +46,7 @@ class Here:
         )
         peers: Any = SimpleNamespace(call=self._call)
         self.holdings, self._root = Holdings(root / "data", QUOTA, directory), root
+        self.holdings.used[NEW] = 1
         self.space = Space(ME, self.holdings, directory, peers, KEEP_S, self._changed)
 
     def _changed(self) -> None:
@@ -60,7 +62,7 @@ class Here:
         return answer
 
     async def make_room(self, more: int, what: str) -> None:
-        async with self.space.room(more, what):
+        async with self.space.room(more, what, NEW):
             pass
 
     def add(self, name: str, used_ago_s: float = 0.0, size: int = SIZE) -> bytes:
@@ -168,7 +170,7 @@ async def test_more_than_the_quota_or_the_disk_is_refused_at_once(here: Here, mo
 
 
 async def test_promised_room_is_kept_until_it_is_used(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with here.space.room(2 * SIZE, "more") as room:
+    async with here.space.room(2 * SIZE, "more", NEW) as room:
         with pytest.raises(FetchFailed, match="used by what is on its way"):
             await here.make_room(2 * SIZE, "a second one")
         room.left = SIZE
@@ -190,6 +192,24 @@ async def test_unpacked_files_go_before_data_sets(here: Here) -> None:
     here.answers = {one: PINNED}
     await here.make_room(3 * SIZE // 2, "more")
     assert not here.holdings.store.tree(one).exists() and here.holdings.held == {one}
+
+
+async def test_nothing_goes_for_what_neither_a_guest_nor_this_nodes_user_asked_for(here: Here) -> None:
+    """Another node had it fetched. The bytes are a claim of whoever signed the manifest."""
+    one, two = here.add("one"), here.add("two")
+    root = here.known[one].root
+    assert root is not None
+    here.holdings.store.make_tree(one, root)
+    here.answers = {one: PINNED, two: PINNED}
+    claimed = b"c" * 32
+    with pytest.raises(FetchFailed, match="nothing goes for this one"):
+        async with here.space.room(QUOTA, "a claim", claimed):
+            pass
+    assert here.holdings.held == {one, two} and here.holdings.store.tree(one).exists() and not here.asked
+    here.holdings.pin(claimed, True)
+    async with here.space.room(QUOTA - SIZE // 2, "what the user pinned", claimed):
+        pass
+    assert not here.holdings.held
 
 
 async def test_node_answers_for_what_it_has_whole(here: Here) -> None:
