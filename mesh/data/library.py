@@ -418,7 +418,7 @@ class DataLibrary:
 
     async def _unpack(self, identity: bytes, manifest: DataManifest, tell: Tell) -> None:
         assert manifest.root is not None
-        root, done = manifest.root, 0
+        root, done, what = manifest.root, 0, f"the files of {manifest.full_name}"
 
         def make(check: Check) -> None:
             def report(count: int) -> None:
@@ -429,7 +429,7 @@ class DataLibrary:
             self.holdings.store.make_tree(identity, root, report)
 
         tell("makes room")
-        async with self.space.room(manifest.tree_bytes, f"the files of {manifest.full_name}", identity):
+        async with self.space.room(manifest.tree_bytes, what, identity, root.entries + 1):
             await _finished(make, lambda: tell(f"is unpacked: {part(done, manifest.size)}"))
 
     async def release(self, brought: Brought) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import shutil
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,15 +21,17 @@ from mesh.util.byte_text import amount
 REMOVAL_S = 30 * 86_400.0  # for which a removal is announced: longer than machines are usually off (own choice)
 ASKED = 16  # holders asked whether they keep a data set (own choice)
 LEAST_FREE = 1 << 30  # bytes that a fetch leaves free on the disk (own choice)
+LEAST_INODES = LEAST_FREE >> 14  # that files leave free: as many as ext4 has by default on so many bytes
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Room:
-    """Room on the disk and in the quota that is kept for something: `left` bytes of it have not come yet."""
+    """Room on the disk and in the quota that is kept for something: `left` bytes of it have not come yet, nor have `files`."""
 
     left: int = 0
+    files: int = 0
 
 
 class Space:
@@ -47,8 +51,8 @@ class Space:
         self._rooms: list[Room] = []
 
     @asynccontextmanager
-    async def room(self, more: int, what: str, identity: bytes) -> AsyncIterator[Room]:
-        """Keep room for `more` bytes of a data set during the block, which lowers `left` as they come.
+    async def room(self, more: int, what: str, identity: bytes, files: int = 0) -> AsyncIterator[Room]:
+        """Keep room for `more` bytes of a data set, and so many files, during the block, which lowers `left` as they come.
 
         Others are evicted for what is pinned or in use here, not for what another node has this one fetch: anybody can sign a
         manifest that claims many bytes. FetchFailed if they do not fit the quota or the disk.
@@ -57,8 +61,10 @@ class Space:
         self._rooms.append(room)
         try:
             async with self._freeing:
+                await self._make_inodes(files, what)
                 await self._make_room(more, what, identity)
                 room.left = more
+                room.files = files
             yield room
         finally:
             self._rooms.remove(room)
@@ -92,6 +98,19 @@ class Space:
                 f"{what}: {amount(more)} are needed; of the {amount(quota_bytes)} for data sets (data_quota_gib) "
                 f"{amount(used)} are used {why}"
             )
+
+    async def _make_inodes(self, files: int, what: str) -> None:
+        """Drop files that no guest uses until the disk has room for so many more. FetchFailed if it has not."""
+        while files and (free := await asyncio.to_thread(self._free_inodes)) < files + LEAST_INODES:
+            if not await self._drop_one_tree():
+                raise FetchFailed(
+                    f"{what}: they are {files}, and the disk has inodes for {max(0, free - LEAST_INODES)} more"
+                )
+
+    def _free_inodes(self) -> int:
+        disk = os.statvfs(self._holdings.root)
+        free = disk.f_favail if disk.f_files else sys.maxsize  # some file systems, such as btrfs, have no bound
+        return free - sum(room.files for room in self._rooms)
 
     def _promised_bytes(self) -> int:
         return sum(room.left for room in self._rooms)

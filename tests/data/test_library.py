@@ -18,7 +18,7 @@ from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
 from ckptstore.errors import Stopped
 from ckptstore.fetch import Request
 from membership.identity import Identity
-from mesh.data import fetcher
+from mesh.data import fetcher, space
 from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.library import Brought, Check, DataLibrary, FetchFailed, _finished
 from mesh.data.manifest import DataManifest
@@ -184,6 +184,21 @@ async def test_directory_for_a_data_set_is_for_its_readers(library: DataLibrary,
             await path(need, user)
     library.paths["mine"] = str(tmp_path)
     assert await path(DataNeed("mine"), b"e" * 32) == tmp_path, "a name of the owner's own is for all"
+
+
+async def test_set_with_more_files_than_the_disk_has_inodes_for_is_refused(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a file and its directory."""
+    await hold(library, tmp_path / "source")
+    blocks = dict.fromkeys(("f_frsize", "f_blocks", "f_bfree", "f_bavail"), 1 << 30)
+    full = SimpleNamespace(f_files=1 << 20, f_favail=space.LEAST_INODES + 1, **blocks)
+    monkeypatch.setattr(space.os, "statvfs", lambda path: full)
+    with pytest.raises(FetchFailed, match="the files of ada/pictures: they are 2, and the disk has inodes for 1 more"):
+        await brought(library)
+    assert not list(library.holdings.store.trees.iterdir()) and not library.holdings.used[SET]
+    full.f_favail += 1
+    assert (await brought(library)).path.is_dir()
 
 
 async def test_guest_that_comes_while_the_files_of_a_set_are_dropped_gets_new_ones(

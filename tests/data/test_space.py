@@ -212,6 +212,34 @@ async def test_nothing_goes_for_what_neither_a_guest_nor_this_nodes_user_asked_f
     assert not here.holdings.held
 
 
+async def test_files_leave_inodes_free_and_unused_ones_go_first(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = here.add("one", size=1000), here.add("two", size=1000)
+    trees = []
+    for identity in (one, two):
+        root = here.known[identity].root
+        assert root is not None
+        trees.append(here.holdings.store.make_tree(identity, root))
+    here.holdings.used[two] += 1
+    disk = SimpleNamespace(f_files=1 << 20)
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        made = sum(1 for _ in here.holdings.store.trees.rglob("*"))
+        return SimpleNamespace(f_files=disk.f_files, f_favail=space_module.LEAST_INODES + 14 - made)
+
+    monkeypatch.setattr(space_module.os, "statvfs", statvfs)
+    async with here.space.room(1, "files", NEW, 10):
+        assert trees[0].exists() and trees[1].exists()
+        with pytest.raises(FetchFailed, match="they are 4, and the disk has inodes for 2 more"):
+            async with here.space.room(1, "files", NEW, 4):
+                pass
+        assert not trees[0].exists() and trees[1].exists(), "only the files of a set in use stay"
+        async with here.space.room(1, "files", NEW, 2):
+            pass
+    disk.f_files = 0
+    async with here.space.room(1, "files", NEW, 1 << 20):
+        pass
+
+
 async def test_node_answers_for_what_it_has_whole(here: Here) -> None:
     one = here.add("one")
     assert here.space.held_answer(one) == WHOLE and here.space.held_answer(b"?" * 32) == LACKS
