@@ -245,9 +245,9 @@ class DataLibrary:
             sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes)
             identity = data_id(sealed)
             manifest = self.directory.opened(identity, sealed)
+            await asyncio.to_thread(self.holdings.pin, identity, True)  # first: a crash must not leave it unpinned
             await asyncio.to_thread(self.holdings.store.publish, identity, sealed, added.root)
         self._arrived(identity, sealed, manifest)
-        await asyncio.to_thread(self.holdings.pin, identity, True)
         work.result = {
             "id": identity.hex(),
             "bytes": added.root.size,

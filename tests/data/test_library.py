@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from ckptstore import checker, dataset_adder
+from ckptstore.dataset import Link
 from ckptstore.dataset_adder import Adder, Progress
 from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
 from ckptstore.errors import Stopped
@@ -111,6 +112,28 @@ async def test_daemon_that_stops_ends_an_add(
     assert await asyncio.to_thread(work.begun.wait, 60)
     await library.close()
     assert work.ended.is_set()
+
+
+async def test_data_set_is_pinned_before_it_is_there(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash in between leaves no set of the owner's that may go."""
+    (tmp_path / "file").write_bytes(b"x")
+    manifest = await add(library.holdings.store, tmp_path / "file")
+    monkeypatch.setattr(library, "_sign", lambda *version: b"sealed")
+    monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: manifest)
+    pinned: list[bool] = []
+    publish = library.holdings.store.publish
+
+    def crash(identity: bytes, sealed: bytes, root: Link) -> None:
+        pinned.append(library.holdings.pinned(identity))
+        publish(identity, sealed, root)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(library.holdings.store, "publish", crash)
+    work = library.add("pictures", tmp_path / "file", (), False, False)
+    await asyncio.wait([work.task])
+    assert work.problem == "the disk is gone" and pinned == [True]
 
 
 async def test_daemon_that_stops_ends_a_verification(
