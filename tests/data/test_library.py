@@ -21,8 +21,6 @@ from ckptstore.fetch import Request
 from membership.identity import Identity
 from mesh.data import fetcher, space
 from mesh.data.eviction import LACKS, WHOLE
-from mesh.data.library import Brought, Check, DataLibrary, FetchFailed, _finished
-from mesh.data.manifest import DataManifest
 from mesh.data.library import Brought, Check, DataLibrary, _finished
 from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.streams import Guest
