@@ -127,6 +127,11 @@ class DataDirectory:
         """Return the newest known version of a user's data set, even if that says that it is removed."""
         return self._newest.get(key)
 
+    def with_newest(self, identity: bytes) -> tuple[DataManifest, DataManifest]:
+        """Return a known version of a data set, and the newest known one, even if that says that it is removed."""
+        manifest = self.known[identity]
+        return manifest, self.known[self._newest.get(manifest.key, identity)]
+
     async def resolve(self, name: str) -> tuple[bytes, DataManifest] | None:
         """Return the newest version of `NAME` of this node's user, or of `USER/NAME`; None if there is none."""
         own = self._membership.credentials

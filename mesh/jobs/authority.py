@@ -52,12 +52,15 @@ def may_order_image(caller: Credentials, own: Credentials, accepts: tuple[str, .
     return is_user(caller, own.user_key) or "*" in accepts or caller.user in accepts
 
 
-def may_read_data(caller: Credentials, manifest: DataManifest, identity: bytes, running: JobSpec | None = None) -> bool:
+def may_read_data(
+    caller: Credentials, versions: Sequence[DataManifest], identity: bytes, running: JobSpec | None = None
+) -> bool:
     """Tell whether a node may have the content of a data set: its user may, or it runs a job of a user who may and who asked for
-    that data set. `running`: the job that the node runs, as its witnesses say."""
-    if manifest.may_read(caller.user_key):
+    that data set. `versions`: the one it asks for and the newest known one; a user may if both say so. `running`: the job that
+    the node runs, as its witnesses say."""
+    if all(one.may_read(caller.user_key) for one in versions):
         return True
-    if running is None or not manifest.may_read(running.user_key):
+    if running is None or not all(one.may_read(running.user_key) for one in versions):
         return False
     return any(need.manifest == identity for need in running.data)
 

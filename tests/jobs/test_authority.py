@@ -655,14 +655,16 @@ def test_data_set_is_for_its_readers_and_runners_of_their_jobs(town: Town) -> No
     named, other = b"d" * 32, b"e" * 32
     private = DataManifest(1, "pictures", "ada", town.key("ada"), b"", 1, 0)
     shared = msgspec.structs.replace(private, readers=(Reader(town.key("bob"), "bob"),))
-    assert may_read_data(ada, private, named) and not may_read_data(bob, private, named)
-    assert may_read_data(bob, shared, named) and not may_read_data(lender, shared, named)
-    assert may_read_data(lender, msgspec.structs.replace(private, everybody=True), named)
+    assert may_read_data(ada, (private,), named) and not may_read_data(bob, (private,), named)
+    assert may_read_data(bob, (shared,), named) and not may_read_data(lender, (shared,), named)
+    assert may_read_data(lender, (msgspec.structs.replace(private, everybody=True),), named)
     adas, bobs = (town.spec(name, data=(DataNeed(f"{name}/x", named),)) for name in ("ada", "bob"))
-    assert may_read_data(lender, private, named, adas), "it runs a job that the owner gave the data set"
-    assert not may_read_data(lender, private, other, adas), "that job names another data set"
-    assert not may_read_data(lender, private, named, bobs), "a job of somebody who may not read it gives nothing"
-    assert may_read_data(lender, shared, named, bobs)
+    assert may_read_data(lender, (private,), named, adas), "it runs a job that the owner gave the data set"
+    assert not may_read_data(lender, (private,), other, adas), "that job names another data set"
+    assert not may_read_data(lender, (private,), named, bobs), "a job of somebody who may not read it gives nothing"
+    assert may_read_data(lender, (shared,), named, bobs)
+    assert not may_read_data(bob, (shared, private), named), "bob is no reader of the newest version"
+    assert not may_read_data(lender, (shared, private), named, bobs) and may_read_data(ada, (shared, private), named)
 
 
 def test_only_the_holder_and_its_gang_run_a_job(town: Town) -> None:

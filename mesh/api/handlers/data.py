@@ -318,7 +318,7 @@ class DataProvider:
         manifest = self._library.directory.known.get(identity)
         if manifest is None or not self._library.holdings.is_here(identity):
             raise web.HTTPNotFound(text="this node does not have the data set")
-        if not await self._may_read(credentials, manifest, identity, request.query.get("job", "")):
+        if not await self._may_read(credentials, identity, request.query.get("job", "")):
             self._jobs.replicator.refusals.count(
                 "foreign", credentials.node_id, f"it asked for chunks of data set {manifest.full_name}"
             )
@@ -343,8 +343,9 @@ class DataProvider:
             self._streams -= 1
         return answer.response
 
-    async def _may_read(self, caller: Credentials, manifest: DataManifest, identity: bytes, job: str) -> bool:
-        if may_read_data(caller, manifest, identity):
+    async def _may_read(self, caller: Credentials, identity: bytes, job: str) -> bool:
+        versions = self._library.directory.with_newest(identity)
+        if may_read_data(caller, versions, identity):
             return True
         try:
             wanted = bytes.fromhex(job)
@@ -353,7 +354,7 @@ class DataProvider:
         if len(wanted) != JOB_ID_BYTES:
             return False
         running = await self._running(wanted, caller.node_id)
-        return may_read_data(caller, manifest, identity, running)
+        return may_read_data(caller, versions, identity, running)
 
     async def _running(self, job: bytes, node: NodeId) -> JobSpec | None:
         known = self._runs.get((job, node))

@@ -1,0 +1,118 @@
+"""Data sets given to other nodes, over real connections from a real store."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ckptstore.dataset_adder import Adder
+from ckptstore.dataset_store import DataSets
+from ckptstore.messages import ChunkRequest, encode_chunk_request
+from mesh.api.handlers.data import DataProvider
+from mesh.data.directory import DataDirectory
+from mesh.data.manifest import DataManifest, Reader
+from mesh.model.spec import DataNeed
+from mesh.rpc.pacing import Wire
+
+ADA, EVE, LENDER = b"a" * 32, b"e" * 32, b"l" * 32
+EVES = Reader(EVE, "eve")
+
+
+class Giver:
+    """A node of ada's that has data sets. `user` and `node`: who asks. A job of ada's and one of eve's runs at the lender's."""
+
+    def __init__(self, root: Path) -> None:
+        source = root / "source"
+        source.mkdir()
+        (source / "file").write_bytes(os.urandom(1 << 20))
+        self.store = DataSets(root / "store")
+        with self.store.working():
+            self.added = Adder(self.store, lambda progress: None, False).add(source)
+        self.chunks = tuple(one for one, _ in self.store.chunks(self.added.root))
+        self.user, self.node = EVE, EVE
+        self.refused: list[bytes] = []
+        self.runs: dict[bytes, Any] = {}
+        nothing: Any = None
+        self.directory = DataDirectory(nothing, nothing, nothing, self.store.has, nothing, nothing)
+        library: Any = SimpleNamespace(
+            directory=self.directory, holdings=SimpleNamespace(is_here=self.store.has, store=self.store)
+        )
+        jobs: Any = SimpleNamespace(
+            replicator=SimpleNamespace(
+                refusals=SimpleNamespace(count=lambda kind, node, what: self.refused.append(node))
+            ),
+            vouching=SimpleNamespace(read_by_runner=self._read_by_runner),
+        )
+        self.provider = DataProvider(nothing, nothing, library, jobs, Wire(), ())
+
+    async def _read_by_runner(self, job: bytes, node: bytes) -> Any:
+        return self.runs.get(job) if node == LENDER else None
+
+    async def _admit(self, request: web.Request) -> Any:
+        caller = SimpleNamespace(user_key=self.user, node_id=self.node, user="who asks")
+        return caller, await request.read()
+
+    async def serve(self) -> web.AppRunner:
+        app = web.Application()
+        for method, path, handler, _ in self.provider.routes(self._admit):
+            app.router.add_route(method, path, handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    async def version(self, number: int, *readers: Reader, removed: bool = False) -> bytes:
+        identity, root = bytes([number]) * 32, None if removed else self.added.root
+        manifest = DataManifest(1, "pictures", "ada", ADA, b"", number, 1, root, self.added.chunk_bytes, readers)
+        if root is not None:
+            await asyncio.to_thread(self.store.publish, identity, b"sealed", root)
+        self.directory.remember(identity, b"sealed", manifest)
+        return identity
+
+    async def asked(self, identity: bytes, user: bytes, node: bytes, job: bytes = b"") -> int:
+        self.user, self.node = user, node
+        url = f"{self.url}/v1/data/{identity.hex()}/chunks?job={job.hex()}"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, data=encode_chunk_request(ChunkRequest(self.chunks))) as answer,
+        ):
+            await answer.read()
+            return answer.status
+
+
+@pytest.fixture
+async def giver(tmp_path: Path) -> AsyncIterator[Giver]:
+    giver = Giver(tmp_path)
+    runner = await giver.serve()
+    yield giver
+    await runner.cleanup()
+    giver.store.close()
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_withdrawn_reader_gets_no_older_version(giver: Giver, removed: bool) -> None:
+    old = await giver.version(1, EVES)
+    for user, job in ((ADA, b"a" * 16), (EVE, b"e" * 16)):
+        giver.runs[job] = SimpleNamespace(user_key=user, data=(DataNeed("ada/pictures", old),))
+    assert await giver.asked(old, EVE, EVE) == 200
+    assert await giver.asked(old, LENDER, LENDER, b"e" * 16) == 200
+    await giver.version(2, removed=removed)
+    assert await giver.asked(old, EVE, EVE) == 403
+    assert await giver.asked(old, LENDER, LENDER, b"e" * 16) == 403, "eve's job has no right that eve has lost"
+    assert await giver.asked(old, ADA, ADA) == 200
+    assert await giver.asked(old, LENDER, LENDER, b"a" * 16) == 200, "ada's job keeps the version it was submitted with"
+    assert giver.refused == [EVE, LENDER]
+
+
+async def test_new_reader_gets_no_older_version(giver: Giver) -> None:
+    old = await giver.version(1)
+    new = await giver.version(2, EVES)
+    assert await giver.asked(new, EVE, EVE) == 200
+    assert await giver.asked(old, EVE, EVE) == 403
