@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import ClientError, StreamReader, web
 
 from ckptstore.errors import StoreError
 from ckptstore.pacing import Background
 from ckptstore.receiver import Receiver
-from mesh.rpc.pacing import Cargo, Wire
+from mesh.rpc.pacing import Cargo, Lane, Wire
 
 SLICE_BYTES = 1 << 20  # in one write
 IDLE_S = 20.0  # a stream without data for this long is broken
@@ -83,7 +83,8 @@ class Given(NamedTuple):
 async def given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Cargo) -> Given:
     """Send these frames as the answer, as background traffic; return when the other end has all of it.
 
-    If the size of the cargo is known, the answer says it. HTTPBadRequest, which nobody reads any more, if the other end leaves.
+    If the size of the cargo is known, the answer says it. HTTPBadRequest, which nobody reads any more, if the other end leaves or
+    takes less than STALL_BYTES in STALL_S.
     """
     response = web.StreamResponse()
     response.content_length = cargo.size or None
@@ -94,14 +95,30 @@ async def given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Ca
         try:
             async for piece in sliced(frames):
                 size += len(piece)
-                await response.write(piece)
+                await _moving(response.write(piece), lane)
             if cargo.size not in {0, size}:
                 response.force_close()  # the other end waits for the rest
-            await response.write_eof()
+            await _moving(response.write_eof(), lane)
             await lane.drained()
-        except ConnectionResetError as error:
-            raise web.HTTPBadRequest(text="the other end has left") from error
+        except (ConnectionResetError, TimeoutError) as error:
+            if request.transport is not None:
+                request.transport.abort()  # else the server waits until the other end has read the rest
+            raise web.HTTPBadRequest(text="the other end has left, or does not read") from error
     return Given(response, size, time.monotonic() - begun, lane.held)
+
+
+async def _moving(write: Coroutine[Any, Any, None], lane: Lane) -> None:
+    """Wait for a write while the other end takes data; TimeoutError if it takes less than STALL_BYTES in STALL_S."""
+    writing = asyncio.ensure_future(write)
+    try:
+        while not writing.done():
+            before = lane.sent  # what has arrived: at a low `upload_mbps`, one piece takes minutes
+            await asyncio.wait([writing], timeout=STALL_S)
+            if not writing.done() and lane.sent - before < STALL_BYTES:
+                raise TimeoutError
+        await writing
+    finally:
+        writing.cancel()
 
 
 async def taken(content: StreamReader, receiver: Receiver) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,11 @@ from aiohttp import web
 from ckptstore.dataset_adder import Adder
 from ckptstore.dataset_store import DataSets
 from ckptstore.messages import ChunkRequest, encode_chunk_request
-from mesh.api.handlers.data import DataProvider
+from mesh.api.handlers.data import STREAMS, DataProvider
 from mesh.data.directory import DataDirectory
 from mesh.data.manifest import DataManifest, Reader
 from mesh.model.spec import DataNeed
+from mesh.rpc import streams
 from mesh.rpc.pacing import Wire
 
 ADA, EVE, LENDER = b"a" * 32, b"e" * 32, b"l" * 32
@@ -30,7 +32,7 @@ class Giver:
     def __init__(self, root: Path) -> None:
         source = root / "source"
         source.mkdir()
-        (source / "file").write_bytes(os.urandom(1 << 20))
+        (source / "file").write_bytes(os.urandom(24 << 20))  # more than the buffers of connections take
         self.store = DataSets(root / "store")
         with self.store.working():
             self.added = Adder(self.store, lambda progress: None, False).add(source)
@@ -49,12 +51,15 @@ class Giver:
             ),
             vouching=SimpleNamespace(read_by_runner=self._read_by_runner),
         )
-        self.provider = DataProvider(nothing, nothing, library, jobs, Wire(), ())
+        self.wire = Wire()
+        self.provider = DataProvider(nothing, nothing, library, jobs, self.wire, ())
 
     async def _read_by_runner(self, job: bytes, node: bytes) -> Any:
         return self.runs.get(job) if node == LENDER else None
 
     async def _admit(self, request: web.Request) -> Any:
+        assert request.transport is not None
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         caller = SimpleNamespace(user_key=self.user, node_id=self.node, user="who asks")
         return caller, await request.read()
 
@@ -116,3 +121,34 @@ async def test_new_reader_gets_no_older_version(giver: Giver) -> None:
     new = await giver.version(2, EVES)
     assert await giver.asked(new, EVE, EVE) == 200
     assert await giver.asked(old, EVE, EVE) == 403
+
+
+async def test_reader_that_does_not_read_is_dropped_and_holds_no_other_up(
+    giver: Giver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "STALL_S", 2.0)
+    pictures = await giver.version(1, EVES, Reader(LENDER, "lender"))
+    body = encode_chunk_request(ChunkRequest(giver.chunks))
+    head = f"POST /v1/data/{pictures.hex()}/chunks HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = giver.url.removeprefix("http://").split(":")
+    giver.user = giver.node = EVE
+    idle = [await asyncio.open_connection(host, int(port), limit=1 << 10) for _ in range(STREAMS)]
+    answers = []
+    for reader, writer in idle:
+        writer.write(head.encode() + body)
+        answers.append(await reader.readline())
+    assert [b" 200 " in line for line in answers] == [True] * (STREAMS // 2) + [False] * (STREAMS // 2)
+    assert await giver.asked(pictures, LENDER, LENDER) == 200, "another node still gets it"
+    async with asyncio.timeout(60):
+        while giver.provider._streams:
+            await asyncio.sleep(0.01)
+    for _, writer in idle:
+        writer.transport.abort()
+
+
+async def test_reader_is_not_dropped_for_the_limit_of_this_node(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a low `upload_mbps`, one piece of an answer takes longer than STALL_S."""
+    monkeypatch.setattr(streams, "STALL_S", 1.0)
+    pictures = await giver.version(1)
+    giver.wire.budget_bps, giver.chunks = 0.8e6, giver.chunks[-1:]
+    assert await giver.asked(pictures, ADA, ADA) == 200

@@ -4,7 +4,7 @@ import asyncio
 import os
 import stat
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from mesh.rpc.streams import given
 from mesh.util.errors import ExitCode, MeshError
 
 MOST_SHOWN = 1000  # entries of a directory
-STREAMS = 16  # of chunks, to all nodes; more are turned away and ask elsewhere (own choice)
+STREAMS = 16  # of chunks, to all nodes; more are turned away and ask elsewhere (own choice). A node gets no more than are free
 RUNS_S, MOST_RUNS = (
     30.0,
     1024,
@@ -273,7 +273,7 @@ class DataProvider:
     ) -> None:
         self._trust, self._membership, self._library, self._jobs = trust, membership, library, jobs
         self._wire, self._accepts = wire, accepts
-        self._streams = 0
+        self._streams = Counter[NodeId]()
         self._runs = OrderedDict[tuple[bytes, NodeId], tuple[JobSpec, float]]()
 
     def routes(self, admit: Admit) -> list[tuple[str, str, Handler, Bound | None]]:
@@ -327,9 +327,9 @@ class DataProvider:
             order = decode_chunk_request(body)
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        if self._streams >= STREAMS:
+        if self._streams[credentials.node_id] >= STREAMS - self._streams.total():
             raise web.HTTPServiceUnavailable(text="this node gives to as many as it can")
-        self._streams += 1
+        self._streams[credentials.node_id] += 1
         try:
             if not await asyncio.to_thread(self._library.holdings.store.belongs, identity, order.ids):
                 raise web.HTTPForbidden(text="these are not chunks of the data set")
@@ -340,7 +340,8 @@ class DataProvider:
         except StoreError as error:
             raise web.HTTPNotFound(text=str(error)) from error
         finally:
-            self._streams -= 1
+            self._streams[credentials.node_id] -= 1
+            self._streams += Counter()  # drops zeros
         return answer.response
 
     async def _may_read(self, caller: Credentials, identity: bytes, job: str) -> bool:
