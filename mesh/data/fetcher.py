@@ -4,8 +4,8 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from ckptstore.dataset import Link, fresh, links_of
@@ -28,7 +28,7 @@ ROUNDS, RETRY_S = (
     1.0,
 )  # without progress until a fetch is given up; wait before the second, doubled then (own choice)
 NODES, CHUNKS = 64, 2048  # pages opened, and chunks fetched, at a time: 8 GiB (own choice)
-FETCHES = 2  # data sets at a time; more wait (own choice)
+FETCHES = 2  # data sets at a time for jobs, and as many that other nodes or the user ordered; more wait (own choice)
 TELL_S = 0.5
 COMING_S = 1.0  # for which a chunk on its way is awaited, and other fetches give way to an awaited one (own choice)
 
@@ -67,7 +67,10 @@ class DataFetcher:
         self._holdings, self._directory, self._space, self._peers = holdings, directory, space, peers
         self._blame, self._arrived = blame, arrived
         self._fetches: dict[bytes, tuple[SharedTask, Progress]] = {}
-        self._turn = asyncio.Semaphore(FETCHES)
+        self._running, self._changed = (
+            Counter[bool](),
+            asyncio.Condition(),
+        )  # for jobs, and for others; it, or who waits
         self.streamed = Counter[bytes]()  # data sets that are read as they come
         self._plans: dict[bytes, Fetch] = {}
         self._urgent, self._calm = 0, asyncio.Event()  # fetches at once; set while there are none
@@ -88,6 +91,8 @@ class DataFetcher:
         shared, progress = found
         progress.waiting.append(whose)
         try:
+            async with self._changed:
+                self._changed.notify_all()
             await shared.wait(lambda: tell(progress.words), TELL_S)
         finally:
             progress.waiting.remove(whose)
@@ -139,8 +144,22 @@ class DataFetcher:
                 plan.came(some)
         return sum(some.values())
 
+    @asynccontextmanager
+    async def _turn(self, progress: Progress) -> AsyncIterator[None]:
+        """Wait for a turn. What a job of this node waits for has turns of its own: other nodes can order any number."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._running[progress.job() is not None] < FETCHES)
+            for_job = progress.job() is not None
+            self._running[for_job] += 1
+        try:
+            yield
+        finally:
+            self._running[for_job] -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
     async def _fetch(self, progress: Progress, identity: bytes, manifest: DataManifest) -> None:
-        async with self._turn, self._space.room(manifest.chunk_bytes, manifest.full_name, identity) as room:
+        async with self._turn(progress), self._space.room(manifest.chunk_bytes, manifest.full_name, identity) as room:
             progress.begun.set()
             sealed = self._directory.sealed(identity)
             assert sealed is not None

@@ -13,7 +13,7 @@ from aiohttp import ClientResponse
 
 from ckptstore.errors import CorruptChunk
 from ckptstore.pack import ObjectStream, StoredObject
-from mesh.rpc import streams
+from mesh.rpc.streams import Patience
 
 
 class DirectBody(asyncio.BufferedProtocol):
@@ -25,6 +25,7 @@ class DirectBody(asyncio.BufferedProtocol):
         self._left = (response.content_length or 0) - self._content.total_bytes
         connection = response.connection  # None once aiohttp has read all of a short body
         self._problem: BaseException | None = None
+        self._patience = Patience()
         self._changed = asyncio.Event()
         self._transport: Any = None if connection is None else connection.transport
         self._http: Any = None if connection is None else connection.protocol
@@ -43,16 +44,11 @@ class DirectBody(asyncio.BufferedProtocol):
             self._transport.set_protocol(self._http)  # which closes it, since the body is not over
 
     async def read(self) -> list[StoredObject]:
-        """Return the next objects; none at the end. TimeoutError after IDLE_S without data, CorruptChunk, OSError."""
+        """Return the next objects; none at the end. TimeoutError if the holder is too slow, CorruptChunk, OSError."""
         while not self._whole and self._left and self._problem is None:
-            before = self._left
             self._changed.clear()
-            try:
-                async with asyncio.timeout(streams.IDLE_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                if self._left == before:
-                    raise
+            async with self._patience.waiting():
+                await self._changed.wait()
         if not self._whole and self._problem is not None:
             raise self._problem
         whole, self._whole = self._whole, []
@@ -67,6 +63,7 @@ class DirectBody(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._left -= nbytes
+        self._patience.sent(nbytes)
         try:
             found = self._objects.advance(nbytes)
         except CorruptChunk as error:

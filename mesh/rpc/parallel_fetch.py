@@ -10,7 +10,7 @@ from ckptstore.receiver import Receiver
 from membership.identity import NodeId, short_id
 from mesh.rpc.client import PeerClient
 from mesh.rpc.direct import DirectBody
-from mesh.rpc.streams import IDLE_S, fed, received
+from mesh.rpc.streams import IDLE_S, Patience, fed, received
 
 Pulled = tuple[list[bytes], asyncio.Task[int]]  # the chunks that arrived, and the task that makes them durable
 
@@ -25,7 +25,7 @@ async def pulled(peers: PeerClient, request: Request, path: str, body: bytes, re
             transport = response.connection.transport if response.connection is not None else None
             stack.enter_context(peers.wire.taking(transport))
             if response.content_length is None:  # up to version 0.1, a holder does not say it
-                await received(response.content, receiver)
+                await received(response.content, receiver, Patience())
             else:
                 receiver.expect(response.content_length)
                 arriving = stack.enter_context(DirectBody(response, receiver.objects))

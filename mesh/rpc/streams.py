@@ -55,20 +55,24 @@ class Patience:
     """
 
     def __init__(self) -> None:
-        self._left, self._count = STALL_S, 0
+        self._left, self._count, self._begun = STALL_S, 0, 0.0
+        self._limit: asyncio.Timeout | None = None
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
         """Wait for the peer; TimeoutError if it is too slow."""
-        begun = time.monotonic()
-        async with asyncio.timeout(max(0.0, self._left)):
+        self._begun = time.monotonic()
+        async with asyncio.timeout(max(0.0, self._left)) as self._limit:
             yield
-        self._left -= time.monotonic() - begun
+        self._limit = None
+        self._left -= time.monotonic() - self._begun
 
     def sent(self, count: int) -> None:
         self._count += count
         if self._count >= STALL_BYTES:
-            self._left, self._count = STALL_S, 0
+            self._left, self._count, self._begun = STALL_S, 0, time.monotonic()
+            if self._limit is not None:  # one wait may be for more than STALL_BYTES
+                self._limit.reschedule(asyncio.get_running_loop().time() + STALL_S)
 
 
 class Given(NamedTuple):
@@ -130,12 +134,15 @@ async def taken(content: StreamReader, receiver: Receiver) -> int:
     return await asyncio.to_thread(receiver.finish)
 
 
-async def received(content: StreamReader, receiver: Receiver) -> None:
-    """Receive a stream without making it durable; `receiver.finish` does that."""
+async def received(content: StreamReader, receiver: Receiver, patience: Patience | None = None) -> None:
+    """Receive a stream without making it durable; `receiver.finish` does that. `patience`: for a stream without pauses."""
 
     async def read() -> bytes:
-        async with asyncio.timeout(IDLE_S):
-            return await content.readany()
+        async with asyncio.timeout(IDLE_S) if patience is None else patience.waiting():
+            data = await content.readany()
+        if patience is not None:
+            patience.sent(len(data))
+        return data
 
     await fed(read, receiver.feed, receiver)
 

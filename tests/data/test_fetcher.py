@@ -16,7 +16,7 @@ from ckptstore.dataset_store import DataSets
 from ckptstore.errors import CorruptChunk
 from ckptstore.fetch import Request
 from mesh.data import fetcher as fetcher_module
-from mesh.data.fetcher import ROUNDS, DataFetcher
+from mesh.data.fetcher import FETCHES, ROUNDS, DataFetcher
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.space import Room
@@ -51,8 +51,9 @@ class Fetching:
         self.arrived: list[bytes] = []
         self.room: list[int] = []
         self.hang: asyncio.Event | None = None
+        self.known = {self.identity: self.manifest}
         directory: Any = SimpleNamespace(
-            known={self.identity: self.manifest},
+            known=self.known,
             sealed=lambda identity: b"sealed",
             holders=lambda identity: list(self.listed),
         )
@@ -91,9 +92,9 @@ class Fetching:
         finish = asyncio.create_task(asyncio.to_thread(receiver.keep))
         return [one for one in request.ids if one in receiver.arrived], finish
 
-    async def fetch(self, job: bytes | None = JOB, **changes: Any) -> None:
+    async def fetch(self, job: bytes | None = JOB, identity: bytes = b"i" * 32, **changes: Any) -> None:
         manifest = msgspec.structs.replace(self.manifest, **changes)
-        await self.fetcher.fetch(self.identity, manifest, lambda: job, lambda words: None)
+        await self.fetcher.fetch(identity, manifest, lambda: job, lambda words: None)
 
 
 @pytest.fixture
@@ -196,6 +197,25 @@ async def test_shared_fetch_has_the_rights_of_a_job_that_still_waits(fetching: F
     fetching.hang.set()
     await asyncio.gather(second, user)
     assert len(fetching.asked) > asked and {path.partition("=")[2] for path in fetching.paths} == {"6b" * 16}
+
+
+async def test_job_does_not_wait_for_what_others_have_ordered(fetching: Fetching) -> None:
+    fetching.hang = asyncio.Event()
+    others = [bytes([number]) * 32 for number in range(FETCHES + 1)]
+    fetching.known |= dict.fromkeys(others, fetching.manifest)
+    ordered = [asyncio.create_task(fetching.fetch(None, identity=one)) for one in others]
+    while len(fetching.paths) < FETCHES:
+        await asyncio.sleep(0)
+    for identity in (others[-1], fetching.identity):  # one that waits already, and another one
+        wanted = asyncio.create_task(fetching.fetch(identity=identity))
+        async with asyncio.timeout(60):
+            while not any(identity.hex() in path for path in fetching.paths):
+                await asyncio.sleep(0)
+        wanted.cancel()
+        await asyncio.gather(wanted, return_exceptions=True)
+    for task in ordered:
+        task.cancel()
+    await asyncio.gather(*ordered, return_exceptions=True)
 
 
 async def test_node_that_leaves_ends_its_fetches(fetching: Fetching) -> None:

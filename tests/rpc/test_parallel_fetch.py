@@ -76,6 +76,10 @@ class Holder:
                 del piece[-10:]
             if self.manner == "has not got it all" and number:
                 break
+            while self.manner == "drips" and piece:
+                await response.write(piece[:1])
+                del piece[:1]
+                await asyncio.sleep(0.01)
             await response.write(piece)
             if self.manner == "breaks off":
                 assert request.transport is not None
@@ -141,11 +145,12 @@ def place_of(world: World, chunk: bytes) -> Location:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "IDLE_S", 0.5)
+    monkeypatch.setattr(streams, "STALL_S", 0.5)
     monkeypatch.setattr(replicator_module, "IDLE_S", 0.5)
 
 
 MANNERS = [
+    "drips",
     "lies",
     "sends more after the end",
     "ends inside a chunk",
@@ -240,7 +245,7 @@ async def test_fetch_without_holders_reports_reason(manner: str, world: World, i
 
 @pytest.mark.parametrize("world", [True], indirect=True)
 async def test_body_that_ends_inside_a_chunk_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "IDLE_S", 3600.0)
+    monkeypatch.setattr(streams, "STALL_S", 3600.0)
     saved = world.checkpoint()
     replicator = await world.replicator(other="ends inside a chunk")
     with pytest.raises(FetchError, match="chunks could not be fetched"):
