@@ -7,7 +7,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import TypeVar
 
 from membership.envelope import EnvelopeError, open_envelope
 from membership.identity import NodeId, short_id
@@ -30,12 +32,15 @@ from mesh.data.manifest import (
 from mesh.rpc.client import PeerClient, PeerError
 
 LEARNED = 16  # manifests asked for at a look (own choice)
-MAX_KNOWN = 4096  # manifests in memory, and refused ones remembered (own choice)
+MAX_KNOWN = 4096  # manifests in memory, and refused and missing ones remembered (own choice)
 ASK_S = 5.0  # timeout of a short call on a LAN with loaded machines
 SOURCES = 8  # holders asked at a time (own choice)
-AGAIN_S = 30.0  # until a refused manifest is asked for again: certificates may have come since (own choice)
+AGAIN_S = 30.0  # until a refused or missing one is asked for again: certificates may have come since (own choice)
 
 log = logging.getLogger(__name__)
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class DataDirectory:
@@ -58,6 +63,7 @@ class DataDirectory:
         self._sealed: dict[bytes, bytes] = {}
         self._newest: dict[tuple[bytes, str], bytes] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}  # why, until when it is not asked for again
+        self._lacking: dict[tuple[NodeId, bytes], float] = {}  # what a node claims and does not give, until when
         self._seen: dict[NodeId, tuple[Record, tuple[Held, ...]]] = {}
 
     def opened(self, identity: bytes, sealed: bytes) -> DataManifest:
@@ -147,17 +153,31 @@ class DataDirectory:
     async def learn(self, wanted: tuple[str, str] | None = None) -> None:
         """Ask for manifests that are announced and newer than those known; of one name (user, name) if it is `wanted`."""
         unknown: dict[bytes, list[NodeId]] = {}
+        claimed: dict[NodeId, list[bytes]] = {}
         for node, held in self.claims():
             newest = self._newest.get((held.user_key, held.name))
             if held.id in self.known or (wanted and wanted != (held.user, held.name)):
                 continue
             if self._refused.get(held.id, ("", 0.0))[1] > time.monotonic():
                 continue
+            if self._lacking.get((node, held.id), 0.0) > time.monotonic():
+                continue
             if newest is None or (self.known[newest].number, newest) < (held.number, held.id):
                 unknown.setdefault(held.id, []).append(node)
-        # At random, so that false claims do not keep true ones waiting.
-        some = random.sample(list(unknown.items()), min(LEARNED, len(unknown)))
-        await asyncio.gather(*(self._ask_manifest(identity, nodes) for identity, nodes in some))
+                claimed.setdefault(node, []).append(held.id)
+        some = self._in_turn(claimed, wanted[0] if wanted else "")
+        await asyncio.gather(*(self._ask_manifest(identity, unknown[identity]) for identity in some))
+
+    def _in_turn(self, claimed: Mapping[NodeId, list[bytes]], user: str) -> list[bytes]:
+        """Return LEARNED ids: one of each node, this user's nodes first, then a second of each, and so on.
+
+        So a node's false claims keep those of no other node waiting. The rest is at random.
+        """
+        theirs = {member.node_id for member in self._membership.members() if member.user == user}
+        nodes = sorted(random.sample(list(claimed), len(claimed)), key=lambda node: node not in theirs)
+        rounds = zip_longest(*(random.sample(claimed[node], len(claimed[node])) for node in nodes))
+        found = dict.fromkeys(one for ids in rounds for one in ids if one is not None)
+        return list(found)[:LEARNED]
 
     async def _ask_manifest(self, identity: bytes, nodes: Sequence[NodeId]) -> None:
         for node in nodes[:SOURCES]:
@@ -168,12 +188,12 @@ class DataDirectory:
                 manifest = self.opened(identity, sealed)
             except PeerError as error:
                 log.info("data set %s: %s", identity.hex()[:12], error)
+                if error.status == 404:
+                    _remember(self._lacking, (node, identity), time.monotonic() + AGAIN_S)
                 continue
             except DataError as error:
                 self._blame(node, f"of data set {identity.hex()[:12]}, {error}")
-                while len(self._refused) >= MAX_KNOWN:
-                    del self._refused[next(iter(self._refused))]
-                self._refused[identity] = (str(error), time.monotonic() + AGAIN_S)
+                _remember(self._refused, identity, (str(error), time.monotonic() + AGAIN_S))
                 return
             self.remember(identity, sealed, manifest)
             await self._heard(manifest)
@@ -189,3 +209,10 @@ class DataDirectory:
         if identity not in self.known:
             raise FetchFailed(self._refused.get(identity, ("no node gives its manifest", 0.0))[0])
         return self.known[identity]
+
+
+def _remember(known: dict[K, V], key: K, value: V) -> None:
+    """Add to a dictionary of at most MAX_KNOWN, which forgets the oldest."""
+    while len(known) >= MAX_KNOWN:
+        del known[next(iter(known))]
+    known[key] = value

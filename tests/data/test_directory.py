@@ -53,7 +53,10 @@ class Mesh:
         self.heard: list[DataManifest] = []
         membership: Any = SimpleNamespace(
             credentials=self.credentials[ADA.node_id],
-            members=lambda: [SimpleNamespace(node_id=one, present=one not in self.absent) for one in self.chains],
+            members=lambda: [
+                SimpleNamespace(node_id=one, present=one not in self.absent, user=own.user)
+                for one, own in self.credentials.items()
+            ],
             records=lambda prefix: list(self.sections.values()),
         )
         peers: Any = SimpleNamespace(call=self._call)
@@ -73,7 +76,7 @@ class Mesh:
         identity = bytes.fromhex(path.split("/")[3])
         self.asked.append((node, identity))
         if (node, identity) not in self.answers:
-            raise PeerError("it does not have it")
+            raise PeerError("it does not have it", 404)
         return self.answers[node, identity]
 
     def made(
@@ -217,6 +220,18 @@ async def test_claims_of_sets_that_nobody_gives_hide_no_other(mesh: Mesh) -> Non
     true = mesh.made(BOB, name="true")
     mesh.announces(EVE, *false, gives=False)
     mesh.announces(BOB, true)
-    for _ in range(60):  # each look finds it with a chance of a third
-        await mesh.directory.learn()
+    await mesh.directory.learn()
     assert true[0] in mesh.directory.known
+    for _ in range(3):
+        await mesh.directory.learn()
+    assert len(mesh.asked) == 2 * LEARNED + 1, "what a node does not give is not asked for again at once"
+
+
+async def test_name_is_asked_for_at_nodes_of_its_user_first(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "LEARNED", 1)
+    for number in range(10):
+        true, false = mesh.made(BOB, number=number + 1), mesh.made(BOB, number=number + 100)
+        mesh.announces(EVE, false, gives=False)
+        mesh.announces(BOB, true)
+        found = await mesh.directory.resolve("bob/pictures")
+        assert found is not None and found[0] == true[0]
