@@ -12,12 +12,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from ckptstore.dataset import Link
 from ckptstore.dataset_adder import Adder
 from ckptstore.dataset_store import DataSets
 from ckptstore.messages import ChunkRequest, encode_chunk_request
-from mesh.api.handlers.data import STREAMS, DataProvider
+from mesh.api.handlers.data import STREAMS, DataHandlers, DataProvider
 from mesh.data.directory import DataDirectory
-from mesh.data.manifest import DataManifest, Reader
+from mesh.data.manifest import SECTION, DataManifest, Held, Reader, encode_announced
 from mesh.model.spec import DataNeed
 from mesh.rpc import streams
 from mesh.rpc.pacing import Wire
@@ -152,3 +153,28 @@ async def test_reader_is_not_dropped_for_the_limit_of_this_node(giver: Giver, mo
     pictures = await giver.version(1)
     giver.wire.budget_bps, giver.chunks = 0.8e6, giver.chunks[-1:]
     assert await giver.asked(pictures, ADA, ADA) == 200
+
+
+def test_list_of_data_sets_reads_what_nodes_announce_once() -> None:
+    nothing: Any = None
+    looks: list[str] = []
+    names = [f"set{number}" for number in range(50)]
+    rows = [Held(name.encode().ljust(32), ADA, "ada", name, 1) for name in names]
+    record = SimpleNamespace(node=LENDER, section=SECTION, body=encode_announced(rows[:2]))
+    membership: Any = SimpleNamespace(
+        credentials=SimpleNamespace(node_id=EVE, user_key=EVE, nick="eves"),
+        members=lambda: [SimpleNamespace(node_id=LENDER, present=True, nick="lenders")],
+        records=lambda section: looks.append(section) or [record],
+    )
+    directory = DataDirectory(nothing, membership, nothing, lambda identity: True, nothing, nothing)
+    for row in rows:
+        directory.remember(row.id, b"sealed", DataManifest(1, row.name, "ada", ADA, b"", 1, 1, Link(row.id, 1, 1, 1)))
+    no: Any = lambda *given: None  # noqa: E731
+    holdings = SimpleNamespace(is_here=no, pinned=no, used_bytes=lambda: 0, store=SimpleNamespace(quota_bytes=None))
+    fetcher = SimpleNamespace(words=lambda identity: "")
+    library: Any = SimpleNamespace(directory=directory, paths={}, path_of=no, holdings=holdings, fetcher=fetcher)
+    shown = DataHandlers(EVE, nothing, membership, library).all().data
+    assert len(looks) == 1
+    assert {one.name: one.nodes for one in shown} == {
+        f"ada/{name}": ["lenders"] if name in names[:2] else [] for name in names
+    }

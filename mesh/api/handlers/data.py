@@ -5,7 +5,7 @@ import os
 import stat
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,10 @@ class DataHandlers:
     # --- what there is
 
     def all(self) -> schemas.data.DataSets:
-        library = self._library
+        library, holders = self._library, self._holders()
         rows = [
-            schemas.data.DataSet(**self._row(identity, manifest)) for identity, manifest in library.directory.newest()
+            schemas.data.DataSet(**self._row(identity, manifest, holders))
+            for identity, manifest in library.directory.newest()
         ]
         return schemas.data.DataSets(
             data=rows,
@@ -89,10 +90,16 @@ class DataHandlers:
             quota_bytes=library.holdings.store.quota_bytes,
         )
 
-    def _row(self, identity: bytes, manifest: DataManifest) -> dict[str, Any]:
+    def _holders(self) -> dict[bytes, list[str]]:
+        """Return the nicks of the other nodes that say they have a data set, by its id."""
+        nicks, holders = nicks_of(self._membership), dict[bytes, list[str]]()
+        for node, held in self._library.directory.claims():
+            holders.setdefault(held.id, []).append(nick_in(nicks, node))
+        return holders
+
+    def _row(self, identity: bytes, manifest: DataManifest, holders: Mapping[bytes, list[str]]) -> dict[str, Any]:
         library, own = self._library, self._membership.credentials
-        nicks = nicks_of(self._membership)
-        nodes = [nick_in(nicks, node) for node in library.directory.holders(identity)]
+        nodes = holders.get(identity, [])
         here = library.holdings.is_here(identity)
         return {
             "name": manifest.full_name,
@@ -129,7 +136,9 @@ class DataHandlers:
             )
         more = entries is not None and len(entries) > MOST_SHOWN
         return schemas.data.ShownData(
-            **self._row(identity, manifest), entries=None if entries is None else entries[:MOST_SHOWN], more=more
+            **self._row(identity, manifest, self._holders()),
+            entries=None if entries is None else entries[:MOST_SHOWN],
+            more=more,
         )
 
     def _entries(self, manifest: DataManifest, path: list[bytes]) -> list[schemas.data.DataFile]:
