@@ -368,12 +368,13 @@ class DataLibrary:
 
     # --- for guests
 
-    async def _may_read(self, need: DataNeed, user_key: bytes) -> bool:
-        """Tell whether a user may read the data set for which the owner offers a directory. FetchFailed if nobody can say."""
-        if not need.manifest:
-            return False
-        manifest = await self.directory.manifest(need.manifest)
-        return manifest.full_name == need.name and manifest.may_read(user_key)
+    async def _readable(self, need: DataNeed, user_key: bytes) -> DataManifest:
+        """Return the manifest of what a job asks for. FetchFailed if its user may not read that, or nobody gives it."""
+        await self.directory.manifest(need.manifest)
+        versions = self.directory.with_newest(need.manifest)
+        if not all(one.may_read(user_key) for one in versions):
+            raise FetchFailed(f"data set {versions[0].full_name} is not for this job's user")
+        return versions[0]
 
     async def bring(self, need: DataNeed, user_key: bytes, guest: Guest, tell: Tell, may_stream: bool) -> Brought:
         """Return a data set's files for a guest of a user, until `release`. FetchFailed.
@@ -382,8 +383,9 @@ class DataLibrary:
         """
         own = self.paths.get(need.name)
         if own is not None:
-            if "/" in need.name and not await self._may_read(need, user_key):
-                raise FetchFailed(f"data set {need.name} is not for this job's user")
+            of_the_mesh = "/" in need.name
+            if of_the_mesh and not (need.manifest and (await self._readable(need, user_key)).full_name == need.name):
+                raise FetchFailed(f"the job does not say which version of {need.name} it may read")
             if not await asyncio.to_thread(Path(own).is_dir):
                 raise FetchFailed(f"this node's owner offers {need.name} at a path that is no directory")
             return Brought(need, Path(own), guest)
@@ -392,9 +394,7 @@ class DataLibrary:
         self.holdings.used[need.manifest] += 1
         try:
             await self.holdings.gone(need.manifest)
-            manifest = await self.directory.manifest(need.manifest)
-            if not manifest.may_read(user_key):
-                raise FetchFailed(f"data set {manifest.full_name} is not for this job's user")
+            manifest = await self._readable(need, user_key)
             tree = self.holdings.store.tree(need.manifest)
             if not self.holdings.is_whole(need.manifest) and not tree.exists():
                 if may_stream and manifest.chunk_bytes >= LEAST_BYTES and not streaming_problem():

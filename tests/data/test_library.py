@@ -201,7 +201,7 @@ async def test_directory_for_a_data_set_is_for_its_readers(library: DataLibrary,
 
     assert await path(DataNeed(name, SET), reader) == tmp_path
     for need, user in ((DataNeed(name, SET), b"e" * 32), (DataNeed(name), reader), (DataNeed(name, OTHER), reader)):
-        with pytest.raises(FetchFailed, match="is not for this job's user"):
+        with pytest.raises(FetchFailed, match=r"is not for this job's user|does not say which version"):
             await path(need, user)
     library.paths["mine"] = str(tmp_path)
     assert await path(DataNeed("mine"), b"e" * 32) == tmp_path, "a name of the owner's own is for all"
@@ -327,3 +327,12 @@ async def test_files_that_no_guest_uses_are_made_again_after_a_verification(
     work = library.verify(SET, manifest)
     await asyncio.wait([work.task])
     assert not work.problem and not guest.path.exists()
+
+
+async def test_withdrawn_reader_gets_no_version_that_is_here(library: DataLibrary, tmp_path: Path) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    assert (await brought(library)).path.is_dir()
+    later = msgspec.structs.replace(manifest, number=manifest.number + 1, everybody=False)
+    library.directory.known[OTHER], library.directory._newest[manifest.key] = later, OTHER
+    with pytest.raises(FetchFailed, match="is not for this job's user"):
+        await brought(library)

@@ -201,10 +201,7 @@ async def test_set_is_mounted_for_its_readers_alone_and_is_in_use_meanwhile(
     )
     library.holdings, library.streams, library.fetcher = streaming.holdings, streaming.streams, streaming.fetcher
 
-    async def manifest(identity: bytes) -> Any:
-        return streaming.manifest
-
-    monkeypatch.setattr(library.directory, "manifest", manifest)
+    library.directory.known[streaming.identity] = streaming.manifest
     need = DataNeed("ada/set", streaming.identity)
 
     def bring(user_key: bytes) -> Awaitable[Any]:

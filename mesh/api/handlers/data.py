@@ -233,6 +233,8 @@ class DataHandlers:
             self._library.holdings.pin(identity, True)
             if not self._library.holdings.is_here(identity):
                 return _shown(self._library.pull(identity, manifest))
+            if not self._library.holdings.is_whole(identity):
+                return _shown(self._library.verify(identity, manifest))
         return schemas.data.DataWork(kind="pin", name=manifest.full_name, over=True)
 
 
@@ -311,12 +313,12 @@ class DataProvider:
         identity, own = id_in(request, "id", 32), self._membership.credentials
         if not may_order_image(credentials, own, self._accepts):
             raise web.HTTPForbidden(text=f"this node takes nothing of {credentials.user}")
-        if self._library.holdings.is_here(identity):
+        if self._library.holdings.is_whole(identity):
             return web.Response(body=b"whole")
         manifest = self._library.directory.known.get(identity)
         if manifest is None or manifest.root is None:
             raise web.HTTPNotFound(text="this node does not know the data set")
-        if not manifest.may_read(own.user_key):
+        if not all(one.may_read(own.user_key) for one in self._library.directory.with_newest(identity)):
             raise web.HTTPForbidden(text="the data set is not for this node's user: it comes with the job")
         self._library.pull(identity, manifest)
         return web.Response(body=b"fetching")
