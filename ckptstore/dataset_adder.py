@@ -3,6 +3,9 @@
 What has been read is kept in a table that mirrors the directory: size, times and inode of each file, and where its bytes are.
 So a file that has not changed is not read again, and an add that was killed goes on where its last pack was published. Memory
 does not grow with the data set: files are read in pieces, small ones are gathered in bundles, pages are made from the table.
+
+Readers get whole chunks. So a bundle is used again only if files of this data set cover all its bytes; else its files are read
+into a new one, and what was deleted or replaced is in no chunk of the new version.
 """
 
 import os
@@ -118,6 +121,7 @@ class Adder:
         with self._store.working(), self._store.disk_errors():
             try:
                 top = self._sources.top(source)
+                directory = source
                 if Path(os.fsdecode(source)).is_dir():
                     self._scan(top, source, ())
                 else:
@@ -128,7 +132,8 @@ class Adder:
                     finally:
                         os.close(descriptor)
                 self._publish()
-                self._await_published()  # the pages are made from the table
+                self._await_published()  # the rest is made from the table
+                self._repack(top, directory, self._uncovered(top))
                 link = self._build(top, ())
                 check_root(link)
                 self._publish()
@@ -380,6 +385,58 @@ class Adder:
         if self._publishing is not None:
             publishing, self._publishing = self._publishing, None
             publishing.result()
+
+    # --- packing anew
+
+    def _uncovered(self, top: int) -> set[bytes]:
+        """Return the chunks with bytes that no file of the table has. Files are visited in the order in which they were read."""
+        covered: dict[bytes, int] = {}  # bytes from the beginning of a chunk, until it is whole
+        left = [top]
+        while left:
+            inner: list[int] = []
+            for _, mode, _, child, packed in self._sources.made(left.pop()):
+                if stat.S_ISDIR(mode):
+                    inner.append(child)
+                elif stat.S_ISREG(mode):
+                    for part in unpack(packed):
+                        end = covered.get(part.id, 0)
+                        if part.offset == end:
+                            end += part.length
+                        if end < part.chunk_length:
+                            covered[part.id] = end
+                        else:
+                            covered.pop(part.id, None)
+            left += reversed(inner)
+        return set(covered)
+
+    def _repack(self, directory: int, path: bytes, chunks: set[bytes]) -> None:
+        """Read the files that lie in these chunks into others."""
+        if not chunks:
+            return
+        left = [(directory, path)]
+        while left:
+            directory, path = left.pop()
+            inner: list[tuple[int, bytes]] = []
+            files: list[tuple[bytes, int, int]] = []
+            for name, mode, size, child, packed in self._sources.made(directory):
+                if stat.S_ISDIR(mode):
+                    inner.append((child, path + b"/" + name))
+                elif stat.S_ISREG(mode) and packed[:ID_BYTES] in chunks:
+                    files.append((name, mode, size))
+            left += reversed(inner)
+            if not files:
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                for name, mode, size in files:
+                    info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    if (info.st_mode, info.st_size) != (mode, size):
+                        raise FileChanged(f"{os.fsdecode(name)} changed while it was being added: add it again")
+                    self._file(directory, descriptor, name, info, None)
+            finally:
+                os.close(descriptor)
+        self._publish()
+        self._await_published()
 
     # --- building
 

@@ -110,7 +110,9 @@ def test_added_directory_comes_back_and_only_changes_are_read_and_stored(store: 
     (source / "class3" / "8.jpg").unlink()
     (source / "run").chmod(0o644)
     changed = Adder(store).add(source)
-    assert changed.read_bytes == 7 + 10 and changed.new_bytes < 150_000, "one page of two directories, and the top"
+    small = sum(p.lstat().st_size for p in source.rglob("*") if p.is_file() and p.name not in ("large", "sparse", "up"))
+    assert changed.read_bytes == small, "what changed, and its bundle"
+    assert changed.new_bytes < small + 150_000, "one page of two directories, and the top"
     store.publish(b"\2" * 32, b"sealed", changed.root)
     assert same(source, store.make_tree(b"\2" * 32, changed.root))
     (source / "class1").rename(source / "other")
@@ -121,6 +123,76 @@ def test_added_directory_comes_back_and_only_changes_are_read_and_stored(store: 
         store.forget(identity)
     assert store.free(time.time() + 1e6).bytes > 9 << 20 and store.stored_bytes() == 0
     assert list(store.trees.iterdir()) == []
+
+
+def content(store: DataSets, root: Link) -> bytes:
+    """Return what a reader can get."""
+    return b"".join(bytes(store.chunk(chunk)) for chunk, _ in store.chunks(root))
+
+
+@pytest.mark.parametrize("name", [b"class1/a", b"class1/z", b"deep"])
+@pytest.mark.parametrize("happens", ["deleted", "replaced", "a link", "large", "a directory"])
+def test_what_a_file_held_before_is_in_no_chunk(store: DataSets, source: Path, name: bytes, happens: str) -> None:
+    secret, file = os.urandom(100), source / os.fsdecode(name)
+    file.write_bytes(secret)
+    age(source)
+    assert secret in content(store, Adder(store).add(source).root)
+    file.unlink()
+    if happens == "replaced":
+        file.write_bytes(b"other")
+    elif happens == "a link":
+        file.symlink_to("run")
+    elif happens == "large":
+        file.write_bytes(bytes(dataset_adder.SMALL_BYTES))
+    elif happens == "a directory":
+        file.mkdir()
+    added = Adder(store).add(source)
+    assert secret not in content(store, added.root)
+    assert same(source, published(store, added))
+    age(source)
+    settled = Adder(store).add(source)
+    again = Adder(store).add(source)
+    assert (again.root, again.read_bytes, again.new_bytes) == (settled.root, 0, 0)
+
+
+def test_equal_bundles_of_which_files_were_deleted_are_told_from_a_whole_one(
+    store: DataSets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that are left have as many bytes as the chunk that both directories share, and not all of its bytes."""
+    monkeypatch.setattr(dataset_adder, "CHUNK_BYTES", 200)
+    source, (kept, secret) = tmp_path / "source", (os.urandom(100), os.urandom(100))
+    for directory in ("one", "two"):
+        (source / directory).mkdir(parents=True)
+        (source / directory / "kept").write_bytes(kept)
+        (source / directory / "secret").write_bytes(secret)
+    age(source)
+    first = Adder(store).add(source)
+    assert secret in content(store, first.root) and first.chunk_bytes < 600, "one chunk, and pages"
+    for directory in ("one", "two"):
+        (source / directory / "secret").unlink()
+    added = Adder(store).add(source)
+    assert secret not in content(store, added.root)
+    assert same(source, published(store, added))
+
+
+def test_what_an_interrupted_add_had_read_is_in_no_chunk(
+    store: DataSets, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = os.urandom(100)
+    (source / "class0" / "secret").write_bytes(secret)
+    age(source)
+    monkeypatch.setattr(dataset_adder, "PACK_ROWS", 50)
+
+    def stop(progress: Progress) -> None:
+        if progress.files > 300:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        Adder(store, stop).add(source)
+    (source / "class0" / "secret").unlink()
+    added = Adder(store).add(source)
+    assert secret not in content(store, added.root)
+    assert same(source, published(store, added))
 
 
 def published(store: DataSets, added: Added) -> Path:
