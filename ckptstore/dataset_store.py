@@ -45,12 +45,13 @@ KEEP_PARTIAL_S = (
     86_400.0  # for what was added or fetched in part, so that it can continue the next day; kopia's default
 )
 FREED_AGE_S = 900.0  # age of a pack that is freed while something else is added or fetched; as for checkpoints
-DECODED = 4  # chunks kept while files are written: a bundle serves many files, as a rule in a row (own choice)
+DECODED = 4  # chunks kept while files are written: the bundle of the files in a row, zeros of sparse ones (own choice)
 ROWS = 4096  # of a table in one statement
 PREFIX = "data/"  # of paths for `TreeWriter`, so that a link at the top cannot lead out
 READ_ONLY_FILE, READ_ONLY_DIRECTORY = 0o444, 0o555
 
 Report = Callable[[int], None]  # bytes done
+Part = tuple[bytes, int, int, int]  # of a file: a chunk and its length; offset and length in it
 
 
 class Member(NamedTuple):
@@ -260,8 +261,31 @@ class DataSets(ObjectStore):
         return path
 
     def _write_tree(self, making: Path, root: Link, report: Report) -> None:
+        """Write files of whole chunks as they come, and after them the parts of chunks, chunk by chunk.
+
+        So no more is decoded than all files and all chunks have, in whatever order the files share bundles.
+        """
         done, decoded = 0, lru_cache(DECODED)(lambda one: memoryview(self.chunk(one)))
-        with TreeWriter(making, PREFIX) as tree:
+
+        def write(path: str, mode: int, size: int, parts: Iterable[Part]) -> None:
+            nonlocal done
+            descriptor = tree.file(path, READ_ONLY_FILE | mode & 0o111)
+            try:
+                os.ftruncate(descriptor, size)
+                at = 0
+                for one, chunk_length, offset, length in parts:
+                    data = decoded(one)
+                    if len(data) != chunk_length:
+                        raise CorruptChunk("a chunk does not have the length that its page says")
+                    if data[offset] or any_set(data[offset : offset + length]):  # one of zeros stays a hole
+                        write_at(descriptor, data[offset : offset + length], at)
+                    at += length
+                    done += length
+                    report(done)
+            finally:
+                os.close(descriptor)
+
+        with TreeWriter(making, PREFIX) as tree, contextlib.closing(Bundled(self.tmp)) as bundled:
             for parts, page, entry in self.walk(root):
                 path = PREFIX + os.fsdecode(b"/".join((*parts, entry.name)))
                 if stat.S_ISDIR(entry.mode):
@@ -270,23 +294,16 @@ class DataSets(ObjectStore):
                 if stat.S_ISLNK(entry.mode):
                     tree.link(path, os.fsdecode(entry.target))
                     continue
-                descriptor = tree.file(path, READ_ONLY_FILE | entry.mode & 0o111)
-                try:
-                    os.ftruncate(descriptor, entry.size)
-                    at = 0
-                    for one, chunk_length, offset, length in self._parts(page, entry):
-                        data = decoded(one)
-                        if len(data) != chunk_length:
-                            raise CorruptChunk("a chunk does not have the length that its page says")
-                        if data[offset] or any_set(data[offset : offset + length]):  # one of zeros stays a hole
-                            write_at(descriptor, data[offset : offset + length], at)
-                        at += length
-                        done += length
-                        report(done)
-                finally:
-                    os.close(descriptor)
+                pieces = self._parts(page, entry)
+                if entry.refs and entry.size < page.lengths[entry.refs[0].number]:
+                    bundled.put(path, entry.mode, next(pieces))
+                    report(done)  # which may raise Stopped
+                else:
+                    write(path, entry.mode, entry.size, pieces)
+            for path, mode, part in bundled:
+                write(path, mode, part[3], [part])
 
-    def _parts(self, page: Page, entry: Entry) -> Iterator[tuple[bytes, int, int, int]]:
+    def _parts(self, page: Page, entry: Entry) -> Iterator[Part]:
         for ref in entry.refs:
             yield page.chunk(ref.number), page.lengths[ref.number], ref.offset, ref.length
         for link in entry.lists:
@@ -313,6 +330,36 @@ def any_set(data: Bytes) -> bool:
     import numpy as np
 
     return bool(np.frombuffer(data, np.uint8).any())
+
+
+class Bundled:
+    """Files that are parts of chunks, by chunk. On disk, since a data set has up to 20 million."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / f"{os.urandom(8).hex()}.bundled"
+        self._db = sqlite3.connect(self._path)
+        self._db.execute("PRAGMA journal_mode=OFF")
+        self._db.execute("PRAGMA synchronous=OFF")
+        self._db.execute(
+            "CREATE TABLE files (chunk BLOB, number INTEGER, path BLOB, mode INTEGER, whole INTEGER, offset INTEGER, "
+            "length INTEGER, PRIMARY KEY (chunk, number)) WITHOUT ROWID"
+        )
+        self._count = 0
+
+    def close(self) -> None:
+        self._db.close()
+        self._path.unlink(missing_ok=True)
+
+    def put(self, path: str, mode: int, part: Part) -> None:
+        one, *where = part
+        self._count += 1
+        row = [one, self._count, os.fsencode(path), mode, *where]
+        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+
+    def __iter__(self) -> Iterator[tuple[str, int, Part]]:
+        query = "SELECT path, mode, chunk, whole, offset, length FROM files ORDER BY chunk, number"
+        for path, mode, *part in self._db.execute(query):
+            yield os.fsdecode(path), mode, (part[0], part[1], part[2], part[3])
 
 
 class Members(Container[bytes]):
