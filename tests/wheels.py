@@ -83,10 +83,12 @@ def requirements(found: Distribution) -> list[str]:
 
 
 class Index:
-    """A simple index (PEP 503). `paths`: what was asked of it; it holds its answers to wheels until `going` is set."""
+    """A simple index (PEP 503), and one at `/closed` that asks for a password. `paths`: what was asked, `named`: with which names
+    and passwords; it holds its answers to wheels until `going` is set."""
 
     def __init__(self, root: Path, filler: int = 0) -> None:
         self.paths: list[str] = []
+        self.named = set[str]()
         self.going, self.asked = threading.Event(), threading.Event()
         self.going.set()
         self._root = root / "simple"
@@ -98,6 +100,10 @@ class Index:
         class Handler(SimpleHTTPRequestHandler):
             def do_GET(self) -> None:
                 index.paths.append(self.path)
+                index.named |= {self.headers["Authorization"]} - {None}
+                if self.path.startswith("/closed"):
+                    self.send_error(401)
+                    return
                 if ".whl" in self.path:
                     index.asked.set()
                     index.going.wait(60)

@@ -6,12 +6,15 @@ own Python. Its files have the path at which guests see them.
 
 environments/<user>/<key>-<build>/env   an environment; `complete` beside it is written last, so one without it is removed
 environments/<user>/cache               uv's cache of this user's packages, and below `conda` the archives of conda packages
+environments/scratch                    directories of programs that run, each removed with its end
 
 A build has a directory of its own: the program of a daemon that was killed may still write into its own.
 
 Users share nothing here, since a plain process may write what its daemon's user can. uv reads two files of the job and runs
-outside of the guest's sandbox: it builds no packages, reads no settings, and asks no address but the owner's index. Its only look
-at an environment with Python is before the first package is in it, since packages may have code that runs whenever Python starts.
+outside of the guest's sandbox: it builds no packages, reads no settings, asks no address but the owner's index, and looks for no
+workspace above the project (`BARRIER`). Its only look at an environment with Python is before the first package is in it, since
+packages may have code that runs whenever Python starts. Each program has a home and a place for temporary files of its own, where
+no other user can put anything and where none of the owner's passwords are.
 Conda packages come from the owner's channels, and none of their code is run (`rattler_program`).
 """
 
@@ -23,10 +26,9 @@ import shutil
 import signal
 import stat
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -57,14 +59,15 @@ from mesh.util.isolated import isolated
 from mesh.util.redaction import redacted
 from mesh.util.remembered import Remembered
 
-MARK, ENV, CACHE, INDEX, CONDA = "complete", "env", "cache", "index", "conda"
+MARK, ENV, CACHE, INDEX, CONDA, SCRATCH = "complete", "env", "cache", "index", "conda", "scratch"
+BARRIER = "[tool.uv.workspace]\n"  # a workspace without members: uv looks no further up
 ASK_S, BUILD_S = 60.0, 1800.0  # for uv to read a lock, and to fetch and install it (own choice)
 LOOK_S = 2.0  # between looks at the size of what is built (own choice)
 MOST_TEXT = 1 << 16  # of uv's messages
 REMEMBERED = 8  # locks, and Pythons (own choice); the largest locks have 16 MiB with their project
 SCRIPT_HEAD = 4096  # of a program: where it names its interpreter
 QUIET = ("--no-config", "--no-python-downloads", "--no-progress", "--color", "never")
-PASSED = ("PATH", "HOME", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+PASSED = ("PATH", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 NO_UV = "uv is not installed on this node: its owner can run `pip install uv`, or see https://docs.astral.sh/uv"
 NO_CONDA = "py-rattler is not installed on this node: its owner can run `pip install py-rattler` beside campus-mesh"
 
@@ -164,6 +167,7 @@ class Environments:
 
     def clear(self) -> None:
         """Remove what a crash has left half built."""
+        trees.remove(self._directory / SCRATCH)
         for place in self._places():
             if not (place / MARK).exists():
                 trees.remove(place)
@@ -195,12 +199,15 @@ class Environments:
         found = self._packages.get((script, source, lock))
         if found is None:
             copied = UvProject("script.py" if script else "")  # its own name could be read as an option
-            with tempfile.TemporaryDirectory(prefix="mesh-uv-") as scratch:
-                (Path(scratch) / copied.source).write_text(source)
-                (Path(scratch) / copied.lock).write_text(lock)
+            async with self._scratch() as scratch:
+                (scratch / "pyproject.toml").write_text(BARRIER)
+                alone = scratch / "project"
+                alone.mkdir()
+                (alone / copied.source).write_text(source)
+                (alone / copied.lock).write_text(lock)
                 which = ["--script", copied.script] if script else ["--no-emit-project"]
                 order = ["export", "--frozen", "--offline", "--no-header", "--no-annotate"]
-                exported = await self._uv([*order, "--format", "requirements-txt", *which], ASK_S, scratch)
+                exported = await self._uv([*order, "--format", "requirements-txt", *which], ASK_S, alone)
             found = packages_of(exported)
         self._packages.keep((script, source, lock), found)
         return found
@@ -209,7 +216,7 @@ class Environments:
         """Return a Python of this machine of one of these versions."""
         found = self._pythons.get(wanted)
         if found is None or found.stamp != _stamp(found.path):  # it was upgraded
-            path = Path((await self._uv(["python", "find", "--offline", "--no-project", wanted], ASK_S, "/")).strip())
+            path = Path((await self._uv(["python", "find", "--offline", "--no-project", wanted], ASK_S)).strip())
             version = await self._ran([str(path), "-I", "-c", "import sys; print(sys.version, sys.platform)"], ASK_S)
             found = OwnPython(path, version, _stamp(path))
         self._pythons.keep(wanted, found)
@@ -218,9 +225,7 @@ class Environments:
     async def _install_wheels(self, place: Path, packages: Sequence[str], python: OwnPython | ImagePython) -> None:
         env = place / ENV
         if isinstance(python, OwnPython):
-            await self._uv(
-                ["venv", "--offline", "--no-project", "--python", str(python.path), str(env)], ASK_S, str(place)
-            )
+            await self._uv(["venv", "--offline", "--no-project", "--python", str(python.path), str(env)], ASK_S, place)
             there = ["--python", str(env / "bin" / "python")]
         else:
             site = await asyncio.to_thread(_lay_out, env, python)
@@ -234,7 +239,7 @@ class Environments:
             known = place.parent / INDEX
             source = await asyncio.to_thread(self._source, known)
             try:
-                await self._uv([*order, *source], BUILD_S, str(place), bounded=True)
+                await self._uv([*order, *source], BUILD_S, place, bounded=True)
             except NoEnvironment as error:
                 hint = "" if self._index else "; its owner allows no index here (uv_index in config.toml)"
                 raise NoEnvironment(f"{error}{hint}") from error
@@ -275,7 +280,7 @@ class Environments:
             lock.write_text("\n".join([EXPLICIT, *listed]) + "\n")
             program = isolated("mesh.jobs", "rattler_program", packages=True)
             words = [*map(str, (lock, env, place.parent / CACHE / CONDA)), seen or str(env)]
-            await self._ran([*program, "install", *words], BUILD_S, str(place), bounded=True)
+            await self._ran([*program, "install", *words], BUILD_S, place, bounded=True)
             await asyncio.to_thread(trees.remove, place / "packages")
             if contained:
                 await asyncio.to_thread(_let_read, env)
@@ -285,7 +290,7 @@ class Environments:
     # --- disk
 
     def _places(self) -> list[Path]:
-        return [place for place in self._directory.glob("*/*") if place.name != CACHE and place.is_dir()]
+        return [place for place in self._directory.glob("*/*-*") if place.is_dir()]
 
     async def _make_room(self) -> None:
         """Remove environments that nobody uses, the longest unused first, and then caches, until half of the quota is free."""
@@ -321,16 +326,36 @@ class Environments:
 
     # --- programs
 
-    async def _uv(self, words: Sequence[str], within_s: float, where: str, bounded: bool = False) -> str:
+    @asynccontextmanager
+    async def _scratch(self) -> AsyncIterator[Path]:
+        """Make a directory that is removed after its use."""
+        place = self._directory / SCRATCH / os.urandom(8).hex()
+        place.mkdir(0o700, parents=True)
+        try:
+            yield place
+        finally:
+            await asyncio.to_thread(trees.remove, place)
+
+    async def _uv(self, words: Sequence[str], within_s: float, where: Path | None = None, bounded: bool = False) -> str:
         program = find_uv()
         if program is None:
             raise NoEnvironment(NO_UV)
         return await self._ran([program, *words, *QUIET], within_s, where, bounded)
 
-    async def _ran(self, words: Sequence[str], within_s: float, where: str = "/", bounded: bool = False) -> str:
+    async def _ran(
+        self, words: Sequence[str], within_s: float, where: Path | None = None, bounded: bool = False
+    ) -> str:
         """Return what a program prints; NoEnvironment if it fails, takes too long, or, if `bounded`, fills the quota."""
-        env = {name: os.environ[name] for name in (*PASSED, *map(str.lower, PASSED)) if name in os.environ}
-        env |= {"UV_NO_BUILD": "1", "NO_COLOR": "1"}
+        async with self._scratch() as home:
+            env = {name: os.environ[name] for name in (*PASSED, *map(str.lower, PASSED)) if name in os.environ}
+            env |= {"HOME": str(home), "TMPDIR": str(home), "UV_NO_BUILD": "1", "NO_COLOR": "1"}
+            # The Pythons that uv has installed for the owner are some of this machine.
+            env["UV_PYTHON_INSTALL_DIR"] = str(Path.home() / ".local/share/uv/python")
+            return await self._ran_with(env, words, within_s, where or home, bounded)
+
+    async def _ran_with(
+        self, env: Mapping[str, str], words: Sequence[str], within_s: float, where: Path, bounded: bool
+    ) -> str:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *words,

@@ -42,7 +42,7 @@ def environments(tmp_path: Path, *channels: str) -> Environments:
 
 
 def places(root: Path) -> list[Path]:
-    return [place for place in root.glob("*/*") if place.name != "cache" and place.is_dir()]
+    return [place for place in root.glob("*/*-*") if place.is_dir()]
 
 
 async def printed(*command: str | Path) -> str:
@@ -71,6 +71,33 @@ async def test_environment_is_built_once_and_used_again(tmp_path: Path, served: 
     assert await printed(await cached.ready(ADA, LOCK, work, say) / "bin" / "tiny") == "1.0", (
         "by the archives that are here"
     )
+
+
+async def test_settings_of_the_owner_change_nothing(
+    tmp_path: Path, served: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, home, root = project(tmp_path / "work", *served.lines), tmp_path / "home", tmp_path / "environments"
+    elsewhere = "channels: [http://127.0.0.1:9]\nproxy_servers: {http: http://127.0.0.1:9}\noffline: true\n"
+    home.mkdir()
+    root.mkdir()
+    for place in (tmp_path, root, home):
+        (place / ".condarc").write_text(elsewhere)
+        (place / ".mambarc").write_text(elsewhere)
+    for name in (".netrc", ".rattler_auth.json"):
+        (home / name).write_text("machine 127.0.0.1 login owner password of-the-owner\n")
+        (home / name).chmod(0o600)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(home / ".netrc"))
+    monkeypatch.setenv("RATTLER_AUTH_FILE", str(home / ".rattler_auth.json"))
+    for name in ("CONDARC", "MAMBARC"):
+        monkeypatch.setenv(name, str(home / ".condarc"))
+    for name in ("CONDA_CHANNELS", "CONDA_CHANNEL_ALIAS", "CONDA_PKGS_DIRS", "RATTLER_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+    before = {*home.iterdir(), *tmp_path.iterdir()}
+    first = await environments(tmp_path, served.address).ready(ADA, LOCK, work, say)
+    assert await printed(first / "bin" / "tiny") == "1.0"
+    assert {*home.iterdir(), *tmp_path.iterdir()} == before and not list((root / "scratch").iterdir())
 
 
 async def test_environment_for_a_container_has_the_path_that_it_sees(tmp_path: Path, served: Channel) -> None:

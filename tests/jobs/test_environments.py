@@ -47,7 +47,7 @@ async def version_in(environment: Path) -> str:
 
 
 def places(root: Path) -> list[Path]:
-    return [place for place in root.glob("*/*") if place.name != "cache" and place.is_dir()]
+    return [place for place in root.glob("*/*-*") if place.is_dir()]
 
 
 async def test_environment_is_built_once_and_used_again(tmp_path: Path, served: Index) -> None:
@@ -156,6 +156,58 @@ async def test_quota_counts_files_of_any_size_and_place(tmp_path: Path, served: 
     with pytest.raises(NoEnvironment, match="env_cache_gib"):
         await made.ready(ADA, PROJECT, work, say)
     assert not places(tmp_path / "environments")
+
+
+@pytest.mark.parametrize("project", [PROJECT, SCRIPT])
+async def test_nothing_but_the_two_files_says_what_is_installed(
+    tmp_path: Path, served: Index, monkeypatch: pytest.MonkeyPatch, project: UvProject
+) -> None:
+    """Not the directories above, of which /tmp is anybody's, nor the home and the variables of the daemon's user."""
+    work, home, root = served.project(tmp_path / "work"), tmp_path / "home", tmp_path / "environments"
+    elsewhere = "http://127.0.0.1:9/simple"
+    for above in (tmp_path, root, root / "scratch"):
+        above.mkdir(exist_ok=True)
+        inside = "/".join(["environments", "scratch", "*", "project"][len(above.relative_to(tmp_path).parts) :])
+        (above / "pyproject.toml").write_text(f'[tool.uv.workspace]\nmembers = ["{inside}"]\n')
+        evil = (
+            (work / "uv.lock").read_text().replace("tinypkg", "evil").replace('virtual = "."', f'virtual = "{inside}"')
+        )
+        (above / "uv.lock").write_text(evil)
+        (above / "uv.toml").write_text(f'index-url = "{elsewhere}"\n')
+        (above / ".python-version").write_text("3.1\n")
+    (home / ".config" / "uv").mkdir(parents=True)
+    for name, text in {
+        ".netrc": "machine 127.0.0.1 login owner password of-the-owner\n",
+        ".config/uv/uv.toml": f'index-url = "{elsewhere}"\n[pip]\nno-binary = [":all:"]\n',
+        ".config/uv/.python-version": "3.1\n",
+    }.items():
+        (home / name).write_text(text)
+        (home / name).chmod(0o600)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("UV_CONFIG_FILE", str(tmp_path / "uv.toml"))
+    monkeypatch.setenv("NETRC", str(home / ".netrc"))
+    for name in (
+        "UV_INDEX_URL",
+        "UV_DEFAULT_INDEX",
+        "UV_INDEX",
+        "UV_FIND_LINKS",
+        "PIP_INDEX_URL",
+        "PIP_EXTRA_INDEX_URL",
+    ):
+        monkeypatch.setenv(name, elsewhere)
+    made = Environments(root, served.address, GIB)
+    assert await version_in(await made.ready(ADA, project, work, say)) == "1.0"
+    with pytest.raises(NoEnvironment, match="401 Unauthorized"):
+        closed = Environments(tmp_path / "others", served.address.replace("simple", "closed"), GIB)
+        await closed.ready(ADA, project, work, say)
+    assert served.paths and not served.named, "the owner's passwords are for the owner"
+    assert {path.name for path in home.rglob("*")} == {".netrc", ".config", "uv", "uv.toml", ".python-version"}
+    assert not [path for path in (root / "scratch").iterdir() if path.is_dir()], "each is removed after its use"
+    left = root / "scratch" / "left"
+    left.mkdir()
+    made.clear()
+    assert not left.exists(), "and what a crash leaves, at the next start"
 
 
 @pytest.mark.parametrize("name", ["uv.lock", "pyproject.toml"])
