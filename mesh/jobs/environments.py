@@ -237,9 +237,9 @@ class Environments:
             order = ["pip", "install", "--no-deps", "--require-hashes", "--no-build", "--requirements", str(listed)]
             order += [*there, "--cache-dir", str(place.parent / CACHE)]
             known = place.parent / INDEX
-            source = await asyncio.to_thread(self._source, known)
+            source, index = await asyncio.to_thread(self._source, known)
             try:
-                await self._uv([*order, *source], BUILD_S, place, bounded=True)
+                await self._uv([*order, *source], BUILD_S, place, bounded=True, index=index)
             except NoEnvironment as error:
                 hint = "" if self._index else "; its owner allows no index here (uv_index in config.toml)"
                 raise NoEnvironment(f"{error}{hint}") from error
@@ -249,13 +249,16 @@ class Environments:
             await asyncio.to_thread(_place_scripts, env, site)
             await asyncio.to_thread(_let_read, env)
 
-    def _source(self, known: Path) -> list[str]:
-        """Return where uv looks for packages; `known`: a file with the index that it has asked last, by which its cache goes."""
+    def _source(self, known: Path) -> tuple[list[str], str]:
+        """Return where uv looks for packages, as its arguments and an index.
+
+        `known`: a file with the index that it has asked last, by which its cache goes.
+        """
         if not self._index:
-            return ["--offline", *(["--default-index", known.read_text()] if known.exists() else ())]
+            return ["--offline"], known.read_text() if known.exists() else ""
         if self._index.startswith("/"):
-            return ["--offline", "--no-index", "--find-links", self._index]
-        return ["--default-index", self._index]
+            return ["--offline", "--no-index", "--find-links", self._index], ""
+        return [], self._index
 
     # --- of conda packages
 
@@ -336,19 +339,28 @@ class Environments:
         finally:
             await asyncio.to_thread(trees.remove, place)
 
-    async def _uv(self, words: Sequence[str], within_s: float, where: Path | None = None, bounded: bool = False) -> str:
+    async def _uv(
+        self, words: Sequence[str], within_s: float, where: Path | None = None, bounded: bool = False, index: str = ""
+    ) -> str:
         program = find_uv()
         if program is None:
             raise NoEnvironment(NO_UV)
-        return await self._ran([program, *words, *QUIET], within_s, where, bounded)
+        # An index may have a password, and any user can read the arguments of a program.
+        variables = {"UV_DEFAULT_INDEX": index} if index else {}
+        return await self._ran([program, *words, *QUIET], within_s, where, bounded, variables)
 
     async def _ran(
-        self, words: Sequence[str], within_s: float, where: Path | None = None, bounded: bool = False
+        self,
+        words: Sequence[str],
+        within_s: float,
+        where: Path | None = None,
+        bounded: bool = False,
+        variables: Mapping[str, str] = {},
     ) -> str:
         """Return what a program prints; NoEnvironment if it fails, takes too long, or, if `bounded`, fills the quota."""
         async with self._scratch() as home:
             env = {name: os.environ[name] for name in (*PASSED, *map(str.lower, PASSED)) if name in os.environ}
-            env |= {"HOME": str(home), "TMPDIR": str(home), "UV_NO_BUILD": "1", "NO_COLOR": "1"}
+            env |= {"HOME": str(home), "TMPDIR": str(home), "UV_NO_BUILD": "1", "NO_COLOR": "1", **variables}
             # The Pythons that uv has installed for the owner are some of this machine.
             env["UV_PYTHON_INSTALL_DIR"] = str(Path.home() / ".local/share/uv/python")
             return await self._ran_with(env, words, within_s, where or home, bounded)

@@ -15,7 +15,7 @@ _PATTERNS = (
     re.compile(rb"\b(?:gh[pousr]_|github_pat_|hf_|sk-|glpat-|xox[abprs]-|AKIA|npm_|pypi-)[\w-]{8,}"),
     re.compile(rb"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # JSON web tokens
 )
-_CREDENTIALS = re.compile(rb"(\w://)[^\s/@:]*:[^\s/@]+@")
+_CREDENTIALS = re.compile(rb"(\w://)[^\s/]+@")  # a name alone may be a token
 # `some_token = "x"`, `"token": "x"`, `--token x`
 _NAMED_VALUE = re.compile(
     rb"""(?i)((?:%(n)s[\w.-]{0,40}["']?\s*[:=]\s*|--[\w-]{0,40}?%(n)s[\w-]{0,40}\s+)["']?)(?!\[removed\])([^\s"',;&}]+)"""

@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,30 @@ async def test_no_index_is_asked_unless_the_owner_allows_it(tmp_path: Path, serv
     wheels = Environments(tmp_path / "others", str(served.wheels), GIB)
     assert await version_in(await wheels.ready(ADA, PROJECT, work, say)) == "1.0", "from a directory"
     assert not served.paths
+
+
+async def test_password_of_an_index_is_shown_to_nobody(tmp_path: Path, served: Index) -> None:
+    work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+    served.going.clear()
+    named = served.address.replace("http://", "http://lab:s3cr3t@")
+    building = asyncio.create_task(Environments(root, named, GIB).ready(ADA, PROJECT, work, say))
+    await asyncio.to_thread(served.asked.wait, 60)
+    commands = [place for place in Path("/proc").glob("[0-9]*/cmdline") if str(root).encode() in read(place)]
+    assert commands and not [place for place in commands if b"s3cr3t" in read(place)], "its arguments are for everybody"
+    (variables,) = [place.with_name("environ") for place in commands if b"s3cr3t" in read(place.with_name("environ"))]
+    assert variables.stat().st_mode & 0o777 == 0o400 and variables.stat().st_uid == os.geteuid()
+    served.going.set()
+    assert await version_in(await building) == "1.0"
+    for wrong in ("lab:s3cr3t@127.0.0.1:999999", "s3cr3t@127.0.0.1:999999", "lab:s3c@r3t@127.0.0.1:999999"):
+        with pytest.raises(NoEnvironment, match=r"removed.*invalid port") as raised:
+            await Environments(tmp_path / "others", f"http://{wrong}/simple", GIB).ready(ADA, PROJECT, work, say)
+        assert "r3t" not in str(raised.value)
+
+
+def read(place: Path) -> bytes:
+    with suppress(OSError):
+        return place.read_bytes()
+    return b""
 
 
 async def test_package_with_another_hash_is_refused(tmp_path: Path, served: Index) -> None:
