@@ -22,6 +22,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -64,6 +65,7 @@ BARRIER = "[tool.uv.workspace]\n"  # a workspace without members: uv looks no fu
 ASK_S, BUILD_S = 60.0, 1800.0  # for uv to read a lock, and to fetch and install it (own choice)
 LOOK_S = 2.0  # between looks at the size of what is built (own choice)
 MOST_TEXT = 1 << 16  # of uv's messages
+MOST_MEMORY = 2 << 30  # of each program: a marker in a lock of 1 KB can take any (own choice)
 REMEMBERED = 8  # locks, and Pythons (own choice); the largest locks have 16 MiB with their project
 SCRIPT_HEAD = 4096  # of a program: where it names its interpreter
 QUIET = ("--no-config", "--no-python-downloads", "--no-progress", "--color", "never")
@@ -108,6 +110,7 @@ class Environments:
     def __init__(self, directory: Path, index: str, quota_bytes: int, channels: Sequence[str] = ()) -> None:
         self._directory, self._index, self._quota = directory, index, quota_bytes
         self._channels = [channel.rstrip("/") for channel in channels]
+        self._reading = asyncio.Lock()  # one lock at a time: it takes memory
         self._building = asyncio.Lock()  # one at a time: it takes the disk and the network
         self._used = Counter[Path]()
         self._packages = Remembered[tuple[bool, str, str], list[str]](REMEMBERED)
@@ -199,7 +202,7 @@ class Environments:
         found = self._packages.get((script, source, lock))
         if found is None:
             copied = UvProject("script.py" if script else "")  # its own name could be read as an option
-            async with self._scratch() as scratch:
+            async with self._reading, self._scratch() as scratch:
                 (scratch / "pyproject.toml").write_text(BARRIER)
                 alone = scratch / "project"
                 alone.mkdir()
@@ -378,6 +381,10 @@ class Environments:
             stderr=pipe,
             start_new_session=True,
         )
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        most_memory = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(hard, MOST_MEMORY)
+        with suppress(ProcessLookupError):  # it has ended
+            resource.prlimit(process.pid, resource.RLIMIT_DATA, (most_memory, most_memory))
         assert process.stdout is not None and process.stderr is not None
         most = MOST_LOCK_BYTES
         reading = asyncio.gather(_first(process.stdout, most), _first(process.stderr, MOST_TEXT), process.wait())

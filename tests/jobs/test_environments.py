@@ -110,6 +110,30 @@ async def test_password_of_an_index_is_shown_to_nobody(tmp_path: Path, served: I
         assert "r3t" not in str(raised.value)
 
 
+async def test_lock_takes_no_more_memory_than_one_program_may(
+    tmp_path: Path, served: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_MEMORY", 1 << 27)
+    work = served.project(tmp_path / "work")
+    either = " or ".join(f"(extra == 'a{one:02d}' and extra == 'b{one:02d}')" for one in range(21))
+    lock = (work / "uv.lock").read_text()
+    hostile = lock.replace('name = "tinypkg" }', f'name = "tinypkg", marker = "{either}" }}', 1)
+    assert len(hostile) - len(lock) < 1500
+    made = Environments(tmp_path / "environments", served.address, GIB)
+    (work / "uv.lock").write_text(hostile)
+    with pytest.raises(NoEnvironment, match="memory allocation"):
+        await made.ready(ADA, PROJECT, work, say)
+    (work / "uv.lock").write_text(lock)
+    # One lock is read at a time.
+    uv, program = find_uv(), tmp_path / "uv"
+    program.write_text(f'#!/bin/sh\nmkdir "$0.runs" || touch "$0.twice"\n{uv} "$@"\nrmdir "$0.runs"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(module, "find_uv", lambda: str(program))
+    source = (work / "pyproject.toml").read_text()
+    assert len(await asyncio.gather(*(made._packages_of(False, source + "#" * one, lock) for one in range(3)))) == 3
+    assert not (tmp_path / "uv.twice").exists()
+
+
 def read(place: Path) -> bytes:
     with suppress(OSError):
         return place.read_bytes()
