@@ -8,6 +8,7 @@ import os
 import shlex
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -37,7 +38,9 @@ class SecretFiles:
     """The secret files of this node's guests, a directory for each attempt."""
 
     def __init__(self, node: bytes, bases: tuple[str, ...] | None = None) -> None:
-        self._name = f"mesh-secrets-{node.hex()[:16]}"
+        self._prefix = f"mesh-secrets-{node.hex()[:16]}"
+        # Another user could take a name that they know.
+        self._name = f"{self._prefix}-{os.urandom(8).hex()}"
         self._bases = memory_bases() if bases is None else bases
 
     @property
@@ -49,14 +52,9 @@ class SecretFiles:
         raise NoMemoryFiles("this machine has no directory in memory for secrets (/dev/shm, $XDG_RUNTIME_DIR)")
 
     def left(self) -> list[Path]:
-        """Return the directories that are there."""
-        places = [Path(base) / self._name for base in self._bases if base]
-        # In /dev/shm another user could have made a link of that name.
-        return [
-            place
-            for place in places
-            if not place.is_symlink() and place.is_dir() and place.stat().st_uid == os.geteuid()
-        ]
+        """Return the directories that are there, also those of earlier runs."""
+        places = (place for base in self._bases if base for place in Path(base).glob(f"{self._prefix}*"))
+        return [place for place in places if _is_own_directory(place)]
 
     def clear(self) -> None:
         """Remove what an earlier run has left."""
@@ -83,6 +81,14 @@ class SecretFiles:
     def remove(self, attempt: str) -> None:
         """Remove an attempt's files."""
         trees.remove(self.root / attempt)
+
+
+def _is_own_directory(place: Path) -> bool:
+    """Tell whether it is a directory of this user. In /dev/shm others make links and directories of any name, and remove them."""
+    with suppress(OSError):
+        found = place.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
 
 
 def shell_lines(variables: Mapping[str, str]) -> bytes:

@@ -102,8 +102,8 @@ def test_canary_is_nowhere_while_its_job_moves(make_stack: MakeStack, tmp_path: 
     script = PROOF.format(python=sys.executable)
     job = ok(user, "submit", *options, *saves, "--", sys.executable, "-c", script).strip()
     first = stack.node(running_with_checkpoint(user, job)["node"])
-    place = secret_place(first)
-    assert [path.name for path in place.glob("*/*")] == ["cloud.json"]
+    (attempt,) = attempts_with_secrets(first)
+    assert [path.name for path in attempt.iterdir()] == ["cloud.json"]
     searched(stack, job, wanted)
 
     ok(user, "down")  # whoever runs it next cannot ask its submitter
@@ -111,7 +111,7 @@ def test_canary_is_nowhere_while_its_job_moves(make_stack: MakeStack, tmp_path: 
     watcher = next(node for node in others if node is not first)
     ok(first, "reclaim")
     second = stack.node(running_with_checkpoint(watcher, job, elsewhere=first.nick)["node"])
-    until(lambda: not list(place.glob("*")), "the first node to remove its copy")
+    until(lambda: not attempts_with_secrets(first), "the first node to remove its copy")
     searched(stack, job, wanted)
     ok(second, "reclaim", "--now")
     third = stack.node(running_with_checkpoint(first, job, elsewhere=second.nick)["node"])
@@ -121,7 +121,7 @@ def test_canary_is_nowhere_while_its_job_moves(make_stack: MakeStack, tmp_path: 
     shown = ok(first, "logs", job)
     proof = hashlib.sha256(key.encode() + cloud).hexdigest()
     assert shown.count(f"secrets {proof}") == len(end["attempts"]) >= 3
-    until(lambda: not list(secret_place(third).glob("*")), "the last node to remove its copy")
+    until(lambda: not attempts_with_secrets(third), "the last node to remove its copy")
 
     for node in (first, watcher):
         dump = tmp_path / f"{node.nick}.tar.gz"
@@ -140,8 +140,12 @@ def searched(stack: Stack, job: str, wanted: list[bytes]) -> None:
     assert job.encode() in shown and not [one for one in wanted if one in shown]
 
 
-def secret_place(node: StackNode) -> Path:
-    return SecretFiles(Identity.load(node.where.key).node_id).root
+def secrets_of(node: StackNode) -> SecretFiles:
+    return SecretFiles(Identity.load(node.where.key).node_id)
+
+
+def attempts_with_secrets(node: StackNode) -> list[Path]:
+    return [attempt for place in secrets_of(node).left() for attempt in place.iterdir()]
 
 
 def test_killed_daemon_leaves_secrets_in_memory_only_until_its_next_start(make_stack: MakeStack) -> None:
@@ -150,9 +154,8 @@ def test_killed_daemon_leaves_secrets_in_memory_only_until_its_next_start(make_s
     ok(node, "secret", "set", "KEY", input_text="canary-of-one")
     job = ok(node, "submit", "--secret", "KEY:/run/secrets/key", "--no-workdir", "--", "sleep", "600").strip()
     until(lambda: job_state(node, job)["state"] == "running", "the job to run")
-    place = secret_place(node)
-    (left,) = place.glob("*")
-    assert place.parent.as_posix() in memory_bases() and (left / "key").read_bytes() == b"canary-of-one"
+    (left,) = attempts_with_secrets(node)
+    assert left.parents[1].as_posix() in memory_bases() and (left / "key").read_bytes() == b"canary-of-one"
     assert node.process is not None
     node.process.kill()
     node.process.wait()
@@ -163,12 +166,12 @@ def test_killed_daemon_leaves_secrets_in_memory_only_until_its_next_start(make_s
     assert not left.exists()
     ok(node, "cancel", job)
     finished(node, job)
-    until(lambda: not list(place.glob("*")), "the end to remove them")
-    (place / "left").mkdir(parents=True)  # the job may have ended before it started again, and made nothing
+    until(lambda: not attempts_with_secrets(node), "the end to remove them")
+    secrets_of(node).put("left", {})  # the job may have ended before it started again, and made nothing
     send(signal.SIGKILL, node)
     node.process.wait()
     assert mesh(node, "down").returncode == 0
-    assert not place.exists()
+    assert not secrets_of(node).left()
 
 
 @pytest.mark.docker
@@ -201,7 +204,7 @@ def test_container_moves_with_its_secrets(make_stack: MakeStack) -> None:
     searched(stack, job, wanted)
     ok(first, "reclaim")
     until(lambda: runs(2) not in {"", first.nick}, "the job to move")
-    until(lambda: not list(secret_place(first).glob("*")), "the first node to remove its copy")
+    until(lambda: not attempts_with_secrets(first), "the first node to remove its copy")
     until(lambda: ok(user, "logs", job).count(f"same {len(key)}") == 2, "both guests to have their secrets")
     searched(stack, job, wanted)
     ok(user, "cancel", job)

@@ -66,6 +66,16 @@ def test_no_file_is_written_to_a_disk_or_into_a_directory_of_others(tmp_path: Pa
         root.unlink()
 
 
+def test_known_name_that_is_taken_keeps_no_job_from_its_secrets(files: SecretFiles) -> None:
+    taken = files.root.with_name(f"mesh-secrets-{NODE.hex()[:16]}")
+    taken.mkdir(mode=0o755)
+    try:
+        assert (files.put("job-1", {"key": b"canary"}) / "key").read_bytes() == b"canary"
+        assert SecretFiles(NODE).root != files.root, "each run draws its own"
+    finally:
+        taken.rmdir()
+
+
 def test_text_of_secrets_shows_no_value() -> None:
     launch_text = repr(GuestSecrets({"KEY": "canary"}, "/dev/shm/x"))
     assert "canary" not in launch_text and "KEY" not in launch_text
