@@ -17,7 +17,7 @@ import stat
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mesh.model.environment import CondaPackage, conda_packages_of
 from mesh.util import trees
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FETCHES = 4  # at a time (own choice)
 TRIES = 3  # of a fetch (rattler's default)
+SECTIONS: tuple[Literal["info", "pkg"], ...] = ("info", "pkg")  # of a .conda; a .tar.bz2 is read whole for either
 MOST_INFO_BYTES = 64 << 20  # of each file by which a package describes itself; rattler reads them whole (own choice)
 
 
@@ -126,9 +127,15 @@ def _digest(path: Path) -> str:
 async def _unpack(package: CondaPackage, archive: Path, unpacked: Path) -> "RepoDataRecord":
     """Unpack an archive where rattler looks for it, and return what it says about itself."""
     from rattler import PackageRecord, RepoDataRecord
-    from rattler.package_streaming import extract
+    from rattler.package_streaming import PackageArchive, extract
 
     stem = package.file.removesuffix(".conda").removesuffix(".tar.bz2")
+    try:
+        whole = await PackageArchive.from_path(archive)
+        for section in SECTIONS if archive.suffix == ".conda" else SECTIONS[1:]:
+            await whole.list_files(section)  # `extract` leaves out what would lead out; this is an error
+    except OSError as error:
+        raise BadPackage(f"{package.file}: {error}") from error
     await asyncio.to_thread(extract, archive, unpacked / stem)
     info = unpacked / stem / "info"
     files = [file.lstat() for file in info.glob("*.json")]
