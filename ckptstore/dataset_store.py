@@ -9,6 +9,7 @@ It is apart from the checkpoints', so that nobody gets a chunk of a private data
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import sqlite3
@@ -77,6 +78,17 @@ class DataSets(ObjectStore):
                 remove_tree(leftover)
         self.members = Members(root / "members.sqlite")
         self._busy = 0  # adds and fetches in progress: what they have stored belongs to no set yet
+
+    @contextlib.contextmanager
+    def disk_errors(self) -> Iterator[None]:
+        """Turn a full or read-only disk into DiskFull or ReadOnlyStore, also where a table is written."""
+        with super().disk_errors():
+            try:
+                yield
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                    raise
+                raise OSError(errno.ENOSPC, str(error)) from error
 
     def close(self) -> None:
         self.members.close()

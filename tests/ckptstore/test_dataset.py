@@ -38,6 +38,7 @@ from ckptstore.errors import (
     BadManifest,
     BadPath,
     CorruptChunk,
+    DiskFull,
     FileChanged,
     MissingChunks,
     QuotaExceeded,
@@ -298,6 +299,19 @@ def test_quota_stops_an_add(tmp_path: Path, source: Path) -> None:
     store = DataSets(tmp_path / "small", quota_bytes=1 << 20)
     with pytest.raises(QuotaExceeded, match="data_quota_gib"):
         Adder(store).add(source)
+
+
+def test_table_that_finds_no_room_is_a_full_disk(store: DataSets, tmp_path: Path) -> None:
+    many = tmp_path / "many"
+    many.mkdir()
+    for number in range(2000):
+        (many / f"{number:040}").write_bytes(b"x")
+    adder = Adder(store)
+    pages = adder._sources._db.execute("PRAGMA page_count").fetchone()[0]
+    adder._sources._db.execute(f"PRAGMA max_page_count = {pages + 4}")
+    with pytest.raises(DiskFull, match="is full"):
+        adder.add(many)
+    assert Adder(store).add(many).files == 2000
 
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_ENTRIES", 3), ("MAX_BYTES", 4)])
