@@ -5,9 +5,10 @@ One function for each question; docs/reference/authority.md lists them with the 
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -235,6 +236,13 @@ def decode_warrant(payload: bytes) -> Warrant | None:
         return None
 
 
+class Witnesses(NamedTuple):
+    """Nodes that prove to be witnesses of a job, and the groups on which most of the group before, or the job's user, agreed."""
+
+    nodes: set[NodeId]
+    agreed: set[Voters]
+
+
 class Authority:
     """`sealer` signs as this node. `advertises` tells whether a node offers itself to jobs now; `clock` is Unix time."""
 
@@ -378,45 +386,32 @@ class Authority:
         giver, stated = self._open_warrant(warrant)
         return giver if stated is not None and stated.names(job, config) else None
 
-    def witnesses_by(self, records: Collection[WitnessRecord], spec: JobSpec) -> set[NodeId]:
+    def witnesses_by(self, records: Collection[WitnessRecord], spec: JobSpec) -> Witnesses:
         """Return the witnesses of a job, in any of its groups, as far as these records of it prove them together.
 
         The first group is in the job's description. A later one has a warrant by a member of one before, or is the one that the
         job's user has named in a recovery. A witness that joined late has no proof of the first changes: others have.
         """
-        proven = {voter.node for voter in spec.witnesses}.union(*(group.nodes for group in self._named(records)))
-        for group, givers in self._known_groups(records):
-            if givers & proven:
-                proven |= set(group.nodes)
-        return proven
-
-    def groups_agreed(self, records: Collection[WitnessRecord], spec: JobSpec) -> set[Voters]:
-        """Return the groups of a job that its user has named, or that most of the group before has accepted, as far as these
-        records prove it.
-        """
-        agreed = {spec.witnesses, *(group.members for group in self._named(records))}
-        for group, givers in self._known_groups(records):
-            before = {voter.node for voter in group.previous}
-            if group.previous in agreed and 2 * len(givers & before) > len(before):
-                agreed.add(group.members)
-        return agreed
-
-    def _named(self, records: Collection[WitnessRecord]) -> list[Config]:
-        return [group for group in map(self.recovered_group, records) if group is not None]
-
-    def _known_groups(self, records: Collection[WitnessRecord]) -> Iterator[tuple[Config, set[NodeId]]]:
-        """Yield the groups that these records know, the first one first, with the members that have accepted each."""
-        accepted: dict[Config, set[NodeId]] = {}
+        named = [group for group in map(self.recovered_group, records) if group is not None]
+        nodes = {voter.node for voter in spec.witnesses}.union(*(group.nodes for group in named))
+        agreed = {spec.witnesses, *(group.members for group in named)}
+        accepted: dict[Config, set[NodeId]] = {}  # by group, the members that have accepted it
         for record in records:
             for group, warrants in (*record.earlier[:MOST_EARLIER], (record.config, record.warrants)):
                 givers = {self.warrants_group(one, record.job, group) for one in warrants[:MOST_WARRANTS]}
                 accepted.setdefault(group, set()).update(giver for giver in givers if giver is not None)
-        yield from sorted(accepted.items(), key=lambda one: one[0].order)
+        for group, members in sorted(accepted.items(), key=lambda one: one[0].order):
+            if members & nodes:
+                nodes |= set(group.nodes)
+            before = {voter.node for voter in group.previous}
+            if group.previous in agreed and 2 * len(members & before) > len(before):
+                agreed.add(group.members)
+        return Witnesses(nodes, agreed)
 
     def records_of_witnesses(
         self, job: bytes, records: Mapping[NodeId, WitnessRecord]
     ) -> Mapping[NodeId, WitnessRecord]:
-        """Return the records of the job that its witnesses keep, as far as these prove them; if none is proven, all of it.
+        """Return the records of the job that its witnesses keep, as far as these prove them; if none is proven, all of them.
 
         Those whose witnesses are lost may prove none, and are all that its user has left.
         """
@@ -427,7 +422,7 @@ class Authority:
                 read[node] = record
         if not read:
             return read
-        proven = self.witnesses_by(read.values(), spec)
+        proven = self.witnesses_by(read.values(), spec).nodes
         return {node: record for node, record in read.items() if node in proven} or read
 
     def _open_warrant(self, warrant: bytes) -> tuple[NodeId | None, Warrant | None]:

@@ -194,8 +194,8 @@ class Vouching:
             return Words(present[1])
         heard |= await self._later_records(job, nodes_to_ask(present, self._named(job), heard))
         witnesses = self._authority.witnesses_by(heard.values(), spec)
-        proven = {node: record for node, record in heard.items() if node in witnesses}
-        return last_words(present, proven, len(spec.witnesses), self._authority.groups_agreed(heard.values(), spec))
+        proven = {node: record for node, record in heard.items() if node in witnesses.nodes}
+        return last_words(present, proven, len(spec.witnesses), witnesses.agreed)
 
     async def _later_records(self, job: bytes, nodes: Sequence[NodeId]) -> Mapping[NodeId, WitnessRecord]:
         """Return what these nodes answer, who may be no witnesses."""

@@ -49,9 +49,8 @@ class AskingNode(StoringNode):
         def asked(present: Present | None, answers: Records) -> None:
             heard.update(answers)
             witnesses = self.authority.witnesses_by(heard.values(), spec)
-            proven = {node: record for node, record in heard.items() if node in witnesses}
-            agreed = self.authority.groups_agreed(heard.values(), spec)
-            then(last_words(present, proven, len(spec.witnesses), agreed))
+            proven = {node: record for node, record in heard.items() if node in witnesses.nodes}
+            then(last_words(present, proven, len(spec.witnesses), witnesses.agreed))
 
         found(None)
 

@@ -413,7 +413,7 @@ def test_records_prove_the_witnesses_that_warrants_lead_to(town: Town) -> None:
 
     def proven(*groups: tuple[Config, tuple[bytes, ...]], other: WitnessRecord | None = None) -> set[str]:
         """Return those whom a record with these groups proves, or another one with it."""
-        found = town.authority.witnesses_by([record(*groups), *([other] if other else [])], spec)
+        found = town.authority.witnesses_by([record(*groups), *([other] if other else [])], spec).nodes
         return {name for name in town.ids if town.node(name) in found}
 
     first = {"ada", "bob"}
@@ -447,7 +447,7 @@ def test_group_is_agreed_on_by_most_of_the_one_before(town: Town) -> None:
         return known(town, spec, job=job, spec=sealed, config=config, warrants=warrants, earlier=earlier)
 
     def agreed(*groups: tuple[Config, tuple[str, ...]]) -> set[tuple[Voter, ...]]:
-        return town.authority.groups_agreed([record(*groups)], spec)
+        return town.authority.witnesses_by([record(*groups)], spec).agreed
 
     alone, pair = town.voters("ada"), town.voters("ada", "lender")
     joint = Config(1, 5, alone, first)
@@ -464,11 +464,11 @@ def test_group_is_agreed_on_by_most_of_the_one_before(town: Town) -> None:
     back = Config(3, 7, pair, alone)
     assert agreed((joint, ("ada", "bob")), last, (back, ("ada",)), (Config(3, 8, pair), ())) == {first, alone, pair}
     halves = [record((joint, (name,))) for name in ("ada", "bob")]
-    assert town.authority.groups_agreed(halves, spec) == {first, alone}, "witnesses hold different warrants"
+    assert town.authority.witnesses_by(halves, spec).agreed == {first, alone}, "witnesses hold different warrants"
     named = msgspec.structs.replace(
         record(last), reconfiguration=recovery(town, "ada2", job, 9, Config(9, 9, pair)).reconfiguration or b""
     )
-    assert town.authority.groups_agreed([named], spec) == {first, pair}, "their user has named it"
+    assert town.authority.witnesses_by([named], spec).agreed == {first, pair}, "their user has named it"
 
 
 def test_user_recovers_a_job_from_the_records_of_its_witnesses(town: Town) -> None:

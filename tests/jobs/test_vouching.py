@@ -17,9 +17,10 @@ from mesh.consensus.messages import Accept, Introduce, MakeRoom
 from mesh.consensus.participant import Participant
 from mesh.consensus.status import status_of
 from mesh.jobs import vouching as vouching_module
+from mesh.jobs.authority import Witnesses
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.vouching import AT_ONCE, MOST_WAITING, REMEMBERED, WAITING_OF_ONE, Refused, Vouching
-from mesh.model.record import Attempt, Config, JobRecord, Voters
+from mesh.model.record import Attempt, Config, JobRecord
 from mesh.model.spec import JobSpec, SpecError
 from mesh.rpc.client import PeerError
 from tests.consensus.worlds import JOB, A, B, C, D, E, make_spec, make_start, make_witness, voters
@@ -63,11 +64,8 @@ class Judge:
 
     read_ended_spec = read_members_spec
 
-    def witnesses_by(self, records: Collection[WitnessRecord], spec: JobSpec) -> set[bytes]:
-        return {voter.node for voter in spec.witnesses} | self.proven
-
-    def groups_agreed(self, records: Collection[WitnessRecord], spec: JobSpec) -> set[Voters]:
-        return set()
+    def witnesses_by(self, records: Collection[WitnessRecord], spec: JobSpec) -> Witnesses:
+        return Witnesses({voter.node for voter in spec.witnesses} | self.proven, set())
 
     def open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
         if self.ended:
@@ -386,8 +384,8 @@ async def test_witnesses_before_a_lost_group_prove_the_later_ones(remembered: bo
     node.peers.records = dict.fromkeys((A, B, C), before) | dict.fromkeys((f, g), later)
     node.table.update(f, JOB, status_of(JOB, make_witness((D, f, g)), None, "running", "", None))
 
-    def proven(records: Collection[WitnessRecord], spec: JobSpec) -> set[bytes]:
-        return {A, B, C, *((D, f, g) if before in records else ())}
+    def proven(records: Collection[WitnessRecord], spec: JobSpec) -> Witnesses:
+        return Witnesses({A, B, C, *((D, f, g) if before in records else ())}, set())
 
     node.judges.witnesses_by = proven
     assert await node.vouching.words(JOB) == Words({f: later, g: later})
