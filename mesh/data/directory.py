@@ -138,6 +138,10 @@ class DataDirectory:
         manifest = self.known[identity]
         return manifest, self.known[self._newest.get(manifest.key, identity)]
 
+    def may_read(self, identity: bytes, user_key: bytes) -> bool:
+        """Tell whether a user may read a known version, by that and by the newest known one."""
+        return all(one.may_read(user_key) for one in self.with_newest(identity))
+
     async def resolve(self, name: str) -> tuple[bytes, DataManifest] | None:
         """Return the newest version of `NAME` of this node's user, or of `USER/NAME`; None if there is none."""
         own = self._membership.credentials

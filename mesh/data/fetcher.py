@@ -67,10 +67,8 @@ class DataFetcher:
         self._holdings, self._directory, self._space, self._peers = holdings, directory, space, peers
         self._blame, self._arrived = blame, arrived
         self._fetches: dict[bytes, tuple[SharedTask, Progress]] = {}
-        self._running, self._changed = (
-            Counter[bool](),
-            asyncio.Condition(),
-        )  # for jobs, and for others; it, or who waits
+        self._running = Counter[bool]()  # fetches that a job here waits for (True), and others
+        self._changed = asyncio.Condition()  # who waits for a turn asks again
         self.streamed = Counter[bytes]()  # data sets that are read as they come
         self._plans: dict[bytes, Fetch] = {}
         self._urgent, self._calm = 0, asyncio.Event()  # fetches at once; set while there are none

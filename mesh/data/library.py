@@ -370,11 +370,10 @@ class DataLibrary:
 
     async def _readable(self, need: DataNeed, user_key: bytes) -> DataManifest:
         """Return the manifest of what a job asks for. FetchFailed if its user may not read that, or nobody gives it."""
-        await self.directory.manifest(need.manifest)
-        versions = self.directory.with_newest(need.manifest)
-        if not all(one.may_read(user_key) for one in versions):
-            raise FetchFailed(f"data set {versions[0].full_name} is not for this job's user")
-        return versions[0]
+        manifest = await self.directory.manifest(need.manifest)
+        if not self.directory.may_read(need.manifest, user_key):
+            raise FetchFailed(f"data set {manifest.full_name} is not for this job's user")
+        return manifest
 
     async def bring(self, need: DataNeed, user_key: bytes, guest: Guest, tell: Tell, may_stream: bool) -> Brought:
         """Return a data set's files for a guest of a user, until `release`. FetchFailed.

@@ -318,7 +318,7 @@ class DataProvider:
         manifest = self._library.directory.known.get(identity)
         if manifest is None or manifest.root is None:
             raise web.HTTPNotFound(text="this node does not know the data set")
-        if not all(one.may_read(own.user_key) for one in self._library.directory.with_newest(identity)):
+        if not self._library.directory.may_read(identity, own.user_key):
             raise web.HTTPForbidden(text="the data set is not for this node's user: it comes with the job")
         self._library.pull(identity, manifest)
         return web.Response(body=b"fetching")
