@@ -93,7 +93,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, str] = {}  # directories of this machine that stand for data sets, by name (docs/how-to/data.md)
     # Where `mesh run --uv` gets packages: the address of an index (https://pypi.org/simple), a directory of wheels, or nowhere.
     uv_index: str = ""
-    # Channels of which `mesh run --conda` gets packages, by their addresses, as https://conda.anaconda.org/conda-forge.
+    # Channels from which `mesh run --conda` gets packages: their addresses, such as https://conda.anaconda.org/conda-forge.
     conda_channels: tuple[str, ...] = ()
     env_cache_gib: float = 20.0  # disk for environments of jobs; the longest unused are removed
     upload_mbps: float = 0.0  # bandwidth of background checkpoints, megabits per second; 0: no limit

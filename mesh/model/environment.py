@@ -1,8 +1,8 @@
 """Environments of jobs: which files of the working directory describe one, and which packages a lock may name.
 
-The job's user wrote the lock, and its packages are installed outside of the guest's sandbox. By uv, the packages come from `uv
+The job's user wrote the lock, and its packages are installed outside of the guest's sandbox. With uv, the packages come from `uv
 export`, and only wheels of an index are taken, each by its hash: nothing that would run at installation, and no address or path
-of the lock's own. By conda, the lock is a list of addresses with hashes, of which a node takes those of its owner's channels.
+of the lock's own. With conda, the lock is a list of addresses with hashes, and a node takes only those in its owner's channels.
 """
 
 import re
