@@ -44,6 +44,9 @@ from ckptstore.pack import ID_BYTES, PackWriter, chunk_name, next_data, read_at,
 
 THREADS = min(2, os.cpu_count() or 1)  # for hashing and encoding: an add must not take the machine (own choice)
 SMALL_BYTES = 512 << 10  # smaller files share bundles (own choice)
+# Bundles have up to CHUNK_BYTES (`make bench-data`: a first add of small files takes a fifth longer with bundles of this size).
+# Where files change, theirs are packed anew in smaller ones, so that the next change has less to pack (docs/explanation/data.md).
+REPACKED_BYTES = 256 << 10
 PACK_BYTES = 256 << 20  # a pack is published at this size: what a kill can lose (own choice)
 PACK_ROWS = 16_384  # or after so many files
 PARTIAL_BYTES = 1 << 30  # a file in progress is noted so often
@@ -104,6 +107,7 @@ class Adder:
         self._publishing: Future[None] | None = None
         self._writer = PackWriter(store.tmp, store.packs)
         self._rows: list[tuple[object, ...]] = []  # to be written to the table
+        self._bundle_bytes = CHUNK_BYTES  # of those being filled
         self._bundle: memoryview | None = None
         self._bundled: list[Bundled] = []
         self._filled = 0
@@ -253,7 +257,7 @@ class Adder:
     def _small(self, directory: int, descriptor: int, name: bytes, info: os.stat_result) -> None:
         size, times = info.st_size, _times(info)
         settled = _settled(times)
-        if self._filled + size > CHUNK_BYTES:
+        if self._filled + size > self._bundle_bytes:
             self._end_bundle()
             self._publish_if_full()
         if size:
@@ -398,14 +402,14 @@ class Adder:
                 if stat.S_ISDIR(mode):
                     inner.append(child)
                 elif stat.S_ISREG(mode):
-                    for part in unpack(packed):
-                        end = covered.get(part.id, 0)
-                        if part.offset == end:
-                            end += part.length
-                        if end < part.chunk_length:
-                            covered[part.id] = end
+                    for chunk, chunk_length, offset, length in PART.iter_unpack(packed):
+                        end = covered.get(chunk, 0)
+                        if offset == end:
+                            end += length
+                        if end < chunk_length:
+                            covered[chunk] = end
                         else:
-                            covered.pop(part.id, None)
+                            covered.pop(chunk, None)
             left += reversed(inner)
         return set(covered)
 
@@ -413,6 +417,7 @@ class Adder:
         """Read the files that lie in these chunks into others."""
         if not chunks:
             return
+        self._bundle_bytes = REPACKED_BYTES
         left = [(directory, path)]
         while left:
             directory, path = left.pop()

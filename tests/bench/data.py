@@ -160,18 +160,29 @@ def measure_small(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
     settle()
     taken: dict[str, list[float]] = {"mesh": [], "tar | zstd -1": []}
     unchanged: list[float] = []
+    scattered: list[list[float]] = [[], []]
     for number in range(options.rounds):
         with Stack(1, directory=on / f"stack{number}") as stack:
             stack.start_all()
             node = stack.nodes[0]
             taken["mesh"].append(timed(lambda node=node: mesh(node, "data", "add", "set", source), on))  # type: ignore[misc]
             unchanged.append(timed(lambda node=node: mesh(node, "data", "add", "set", source), on))  # type: ignore[misc]
+            for seconds in scattered:
+                for path in rng.sample(sorted(source.glob("*/*")), round(options.files * CHANGED)):
+                    path.write_bytes(rng.randbytes(SMALL_BYTES))
+                settle()
+                seconds.append(timed(lambda node=node: mesh(node, "data", "add", "set", source), on))  # type: ignore[misc]
         if shutil.which("zstd"):
             packed = f"tar -C {source} -cf - . | zstd -1 -q -o {on}/small.tar.zst -f"
             taken["tar | zstd -1"].append(timed(lambda packed=packed: run("sh", "-c", packed), on))  # type: ignore[misc]
     shutil.rmtree(source)
     what = f"{options.files} files of 10 KB"
-    return [beside(f"add {what}", taken, SMALL_GOAL), row(f"add {what} again", unchanged, "s", goal="-", met=None)]
+    return [
+        beside(f"add {what}", taken, SMALL_GOAL),
+        row(f"add {what} again", unchanged, "s", goal="-", met=None),
+        row(f"add {what} again, 1 % of them changed all over the set", scattered[0], "s", goal="-", met=None),
+        row(f"add {what} again, another 1 % of them changed", scattered[1], "s", goal="-", met=None),
+    ]
 
 
 def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:

@@ -156,6 +156,24 @@ def test_what_a_file_held_before_is_in_no_chunk(store: DataSets, source: Path, n
     assert (again.root, again.read_bytes, again.new_bytes) == (settled.root, 0, 0)
 
 
+def test_a_file_that_changes_again_makes_a_small_bundle_be_read_anew(store: DataSets, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(100):
+        (source / str(number)).write_bytes(os.urandom(20_000))
+    age(source)
+    Adder(store).add(source)
+    read = []
+    for number in (50, 60):
+        (source / str(number)).write_bytes(os.urandom(20_000))
+        age(source)
+        added = Adder(store).add(source)
+        read.append(added.read_bytes)
+        assert same(source, published(store, added))
+    assert read[0] == 100 * 20_000
+    assert 20_000 < read[1] <= dataset_adder.REPACKED_BYTES + 20_000
+
+
 def test_equal_bundles_of_which_files_were_deleted_are_told_from_a_whole_one(
     store: DataSets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
