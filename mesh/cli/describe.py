@@ -1,5 +1,6 @@
 """`mesh describe`, `why` and `cp`: one job in detail."""
 
+import shlex
 import time
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,7 +48,7 @@ def _draw(answer: dict[str, Any]) -> None:
         ("job", state["job"] + (f"  ({state['name']})" if state["name"] else "")),
         ("user", f"{state['user']}, from {state['submitter']}"),
         ("submitted", _clock(state["created_unix_ms"])),
-        ("command", " ".join(asked["argv"])),
+        ("command", shlex.join(asked["argv"])),
         ("state", state_text(state)),
         ("GPUs", _gpus(state, asked)),
         ("runs on", ", ".join([state["node"], *state["gang"]]) if state["node"] else "-"),

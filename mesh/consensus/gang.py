@@ -33,7 +33,6 @@ from mesh.model.spec import JobSpec
 GATHER_S = 4.0  # for members to answer: a LAN round trip takes milliseconds
 ASK_AGAIN_S = 1.0  # after a node declined: another gang may have given its place back
 KEPT_S = 3 * GATHER_S  # that a place is reserved for a runner that does not begin
-LATE_S = 5.0  # that members may end later than the runner's guest without being dismissed
 ASKS_PER_LEASE = 3  # as often as the runner renews
 FORSAKEN_LEASES = 3  # a member without an answer gives up
 
@@ -182,6 +181,11 @@ class Gang:
     def failed(self) -> list[tuple[str, int]]:
         """Return the members whose guests failed, with the exit code. Another member may have been lost before: see `sure`."""
         return [(member.nick, member.code) for member in self.members if member.ended and member.code]
+
+    @property
+    def running(self) -> list[str]:
+        """Return the nicks of the members whose guests are not known to have ended."""
+        return [member.nick for member in self.members if not member.ended]
 
     def sure(self) -> bool:
         """Tell whether each member is known to run since the first trouble, to have ended, or to be lost.

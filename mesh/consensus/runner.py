@@ -40,7 +40,7 @@ from mesh.consensus.effects import (
     StateChanged,
 )
 from mesh.consensus.fallback import patience_s
-from mesh.consensus.gang import LATE_S, Gang
+from mesh.consensus.gang import Gang
 from mesh.consensus.messages import (
     Accepted,
     Closed,
@@ -134,6 +134,7 @@ class Runner:
         self._saving = False
         self._found = False
         self._exited: GuestExited | None = None
+        self._first_commit = start.record.next_commit
         self._vacate_reason = ""
         self._cancelled, self._cancelling = False, set[Voter]()  # witnesses that say so
         self._outcome: Outcome | None = None
@@ -321,6 +322,8 @@ class Runner:
             case KillWanted(reason=reason):
                 if not self._vacate_reason:
                     self._prefer(None)
+                if self.state == "awaiting":
+                    return self._vacate(0.0, reason, at)
                 self._vacate_reason = self._vacate_reason or reason
                 return [Kill(reason)] if self.state in STOPPABLE else []
             case ClockStood():
@@ -333,6 +336,8 @@ class Runner:
                 self._cancelled = True
                 if self.state == "gathering":
                     return self._could_not_start(GuestFailed("cancelled", elsewhere=False), at)
+                if self.state == "awaiting":
+                    return self._conclude(at)
                 return [Kill("cancelled")] if self.state in STOPPABLE else []
 
     def _deadline(self, at: Instant) -> list[Effect]:
@@ -407,7 +412,7 @@ class Runner:
         if self.state == "disbanding":
             return self._close(at)
         if self._vacate_reason or not (gang.broken or gang.failed):
-            return []
+            return self._conclude(at) if self.state == "awaiting" else []
         self._member_failed = not gang.broken
         return self._vacate(self.spec.grace_s, gang.broken or "a gang member failed", at)
 
@@ -503,6 +508,8 @@ class Runner:
         self._prefer(to)
         if self.state in {"acquiring", "gathering"}:
             return self._release(VACATED + reason, at)
+        if self.state == "awaiting":
+            return self._conclude(at)
         if self.state not in GUEST_RUNS:
             return [Kill(reason)] if self.state == "restoring" else []
         self.state = "vacating"
@@ -518,11 +525,6 @@ class Runner:
         self._tokens.cancel("grace")
         self.state = "saving"
         changed = StateChanged("saving", describe_exit(event.code, event.oom))
-        if self._gang is not None and event.code == 0:
-            return [*self._gang.dismiss(LATE_S, "its runner has ended", at.now), *self._save_or_conclude(changed, at)]
-        return self._save_or_conclude(changed, at)
-
-    def _save_or_conclude(self, changed: StateChanged, at: Instant) -> list[Effect]:
         if self.spec.checkpointing is not None and not self._cancelled:
             # What the guest committed before its end counts, whatever the exit code.
             self._found = self._saving
@@ -556,9 +558,18 @@ class Runner:
                 failed = [(nick, code) for nick, code in ended if code not in {EXIT_CHECKPOINTED, EXIT_TEMPFAIL}]
                 words = ", ".join(f"exit {code} on {nick}" for nick, code in failed or ended)
                 if failed:
+                    self._exited = msgspec.structs.replace(exited, code=failed[0][1])
                     return self._fail(words, any(self._may_retry(code) for _, code in failed), at)
-                asks = any(code == EXIT_TEMPFAIL for _, code in ended)
-                return self._release(f"asked for other nodes ({words})" if asks else "checkpointed", at)
+                if any(code == EXIT_TEMPFAIL for _, code in ended):
+                    return self._release(f"asked for other nodes ({words})", at)
+                return self._run_again(at)
+        if self._gang is not None and not exited.code and not exited.forced_done:
+            running = self._gang.running
+            if self._vacate_reason and (running or self.spec.on_exit_0 == "resume"):
+                return self._release(VACATED + self._vacate_reason, at)
+            if running:
+                self.state = "awaiting"
+                return [StateChanged("running", f"rank 0 has ended, waiting for {', '.join(running)}")]
         verdict = judge(
             ExitFacts(
                 code=exited.code,
@@ -576,7 +587,7 @@ class Runner:
             case "vacated":
                 return self._release(VACATED + self._vacate_reason, at)
             case "checkpointed":
-                return self._release("checkpointed", at)
+                return self._run_again(at)
             case "elsewhere":
                 self._blame_this_node()
                 return self._release(f"asked for another node ({words})", at)
@@ -585,6 +596,15 @@ class Runner:
                 return self._release(f"{exited.fault} ({words})", at)
             case "failed":
                 return self._fail(words, self._may_retry(exited.code), at)
+
+    def _run_again(self, at: Instant) -> list[Effect]:
+        """Run the job again from what its guest has saved. If that is nothing new, it would do the same at once without end."""
+        if self.spec.checkpointing is None:
+            return self._fail("exit 85: it asks to run again, but the job saves no checkpoints (--ckpt)", True, at)
+        if self.record.next_commit == self._first_commit:
+            self._blame_this_node()
+            return self._release("asked to run again without a new checkpoint", at)
+        return self._release("checkpointed", at)
 
     def _may_retry(self, code: int) -> bool:
         """Tell whether the error budget covers this exit code."""

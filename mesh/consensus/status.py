@@ -3,6 +3,7 @@
 Every witness and the runner publish their view as a membership section; a reader takes the most advanced one.
 """
 
+import shlex
 from collections.abc import Collection, Hashable
 from functools import lru_cache
 from typing import Annotated, TypeVar, cast
@@ -28,6 +29,7 @@ SHOWN_AS = {
     "acquiring": "starting",
     "gathering": "starting",
     "restoring": "starting",
+    "awaiting": "running",
     "asking": "saving",
     "disbanding": "releasing",
 }
@@ -228,7 +230,7 @@ def status_of(
         name=spec.name,
         user=spec.user,
         submitter=spec.submitter,
-        command=" ".join(spec.argv)[:120],
+        command=shlex.join(spec.argv)[:120],
         created_unix_ms=spec.created_unix_ms,
         state=shown,
         detail=shortened(detail, 200),

@@ -116,7 +116,8 @@ def code_of(call: Call, terms: Terms) -> str:
 
 
 def _python(terms: Terms) -> str:
-    return terms.get("python") or ("python3" if "image" in terms else sys.executable)
+    # Without `..`, which a guest's private directories lack; resolve() would leave the virtual environment.
+    return terms.get("python") or ("python3" if "image" in terms else os.path.abspath(sys.executable))  # noqa: PTH100
 
 
 def _seconds(time_: float | str) -> float:

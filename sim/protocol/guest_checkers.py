@@ -77,16 +77,20 @@ class Retries(JobChecker):
 
 class JustEnds(JobChecker):
     """A job ends as failed only if its guests failed too often, its time is over by some node's clock, or a job that it comes
-    after did not succeed; as done only if a guest did all its steps; and as cancelled only if its user cancelled it.
+    after did not succeed; as done only if the guests of an attempt did all their steps, each node's of a gang; and as cancelled
+    only if its user cancelled it.
 
-    Found by: runners without an error budget, and deadlines that come early.
+    Found by: runners without an error budget, deadlines that come early, and gangs that are done when their first guest is.
     """
 
     name = "end"
 
     def __init__(self) -> None:
         self._failed: dict[bytes, dict[int, set[int]]] = defaultdict(dict)  # exit codes of a gang's members by term
-        self._done: set[bytes] = set()
+        self._working: dict[tuple[bytes, int], set[bytes]] = defaultdict(
+            set
+        )  # job and term: nodes whose guest has steps left
+        self._done: dict[bytes, set[int]] = defaultdict(set)  # terms in which a guest did all its steps
         self._runs: dict[bytes, list[Run]] = defaultdict(list)
         self._unsuccessful: set[bytes] = set()
 
@@ -94,10 +98,12 @@ class JustEnds(JobChecker):
         if _failed(guest, end):
             self._failed[job].setdefault(guest.term, set()).add(_code_of(end))
         if guest.done and isinstance(end, GuestExited) and end.code == 0:
-            self._done.add(job)
+            self._done[job].add(guest.term)
+            self._working[job, guest.term].discard(node.id)
 
     def resumed(self, world: JobsWorld, node: JobNode, job: bytes, term: int, step: int) -> None:
         self._runs[job].append(Run(term, node, node.life, world.kernel.now, world.kernel.now))
+        self._working[job, term].add(node.id)
 
     def ended(self, world: JobsWorld, node: JobNode, job: bytes, reason: str) -> None:
         for run in self._runs[job]:
@@ -108,7 +114,8 @@ class JustEnds(JobChecker):
         job, outcome = witness_record.job, witness_record.record.outcome
         if outcome is None or not witness_record.final or job not in world.specs:
             return
-        just = {"done": job in self._done, "cancelled": job in world.cancelled, "failed": self._may_fail(world, job)}
+        done = any(not self._working[job, term] for term in self._done[job])
+        just = {"done": done, "cancelled": job in world.cancelled, "failed": self._may_fail(world, job)}
         if not just[outcome.kind]:
             raise self.violated(world, job, f"it ended as {outcome.kind} ({outcome.detail}) without cause")
         if outcome.kind != "done":

@@ -56,7 +56,7 @@ class Work(msgspec.Struct):
 
 
 class Guest:
-    """A guest: one step a second, a checkpoint every few steps. Gang members end only when killed, or when they fail."""
+    """A guest: one step a second, a checkpoint every few steps."""
 
     def __init__(
         self, work: Work, step: int, term: int, gang_member: bool = False, failure: Failure | None = None
@@ -70,7 +70,7 @@ class Guest:
 
     @property
     def done(self) -> bool:
-        return self.step >= self._work.steps and not self.gang_member
+        return self.step >= self._work.steps
 
     def end(self) -> GuestExited | None:
         """Return how the guest ends now, by itself or at a notice; None if it goes on."""

@@ -4,8 +4,20 @@ import math
 
 import pytest
 
-from mesh.consensus.effects import Effect, Ended, Kill, Launch, Notify, RunUntil, SaveCheckpoint, Send, SetTimer
-from mesh.consensus.gang import ASK_AGAIN_S, FORSAKEN_LEASES, GATHER_S, KEPT_S, LATE_S, Gang, GangMember
+from mesh.consensus.effects import (
+    Effect,
+    Ended,
+    Kill,
+    Launch,
+    Notify,
+    RunUntil,
+    SaveCheckpoint,
+    SaveResult,
+    Send,
+    SetTimer,
+    StateChanged,
+)
+from mesh.consensus.gang import ASK_AGAIN_S, FORSAKEN_LEASES, GATHER_S, KEPT_S, Gang, GangMember
 from mesh.consensus.messages import (
     Begin,
     Dismiss,
@@ -19,7 +31,16 @@ from mesh.consensus.messages import (
     RunGranted,
 )
 from mesh.consensus.participant import on_member_report
-from mesh.consensus.reports import CancelWanted, GuestExited, GuestStarted, ResultStored, VacateWanted
+from mesh.consensus.reports import (
+    CancelWanted,
+    CheckpointStored,
+    GuestExited,
+    GuestStarted,
+    KillWanted,
+    ResultStored,
+    RunnerEvent,
+    VacateWanted,
+)
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
 from mesh.consensus.witness import HELD_SHARE
@@ -387,7 +408,7 @@ class TestRunner:
         runner, (first, second) = self.begun()
         for node in (first, second):
             runner.on_gang(node, ExtendRun(job=JOB, term=1, round=1), at(2))
-        runner.handle(GuestExited(0, False, False), at(3))
+        runner.handle(GuestExited(0, False, forced_done=True), at(3))
         effects = runner.handle(ResultStored(None, ()), at(3))
         assert runner.state == "disbanding" and len(says(effects, Dismiss)) == 2 and runner.record.outcome is None
         (timer,) = [effect for effect in effects if isinstance(effect, SetTimer)]
@@ -414,12 +435,15 @@ class TestRunner:
             runner.on_gang(node, ExtendRun(job=JOB, term=1, round=2), at(4))
         assert runner._ending == "failed (exit 1)"
 
-    @pytest.mark.parametrize(("code", "reason"), [(85, "checkpointed"), (75, "asked for other nodes (exit 75 on ")])
+    @pytest.mark.parametrize(
+        ("code", "reason"), [(85, "asked to run again"), (75, "asked for other nodes (exit 75 on ")]
+    )
     def test_members_that_ask_to_run_again_are_no_failure(self, code: int, reason: str) -> None:
-        runner, (first, second) = self.begun(error_budget=0)
+        runner, (first, second) = self.begun(error_budget=0, checkpointing=Checkpointing())
         for node in (first, second):
             runner.on_gang(node, MemberEnded(job=JOB, term=1, code=code), at(2))
         runner.handle(GuestExited(143, False, False), at(3))
+        runner.handle(CheckpointStored(None, (), None), at(3))
         assert runner._ending.startswith(reason) and runner.record.errors == 0 and runner.record.outcome is None
 
     def test_fault_of_the_runners_node_is_no_failure_of_the_gang(self) -> None:
@@ -443,12 +467,76 @@ class TestRunner:
         effects = runner.on_gang(first, leaving, at(2))
         assert {to for to, _ in says(effects, Dismiss)} == {first, second} and runner.state == "vacating"
 
-    def test_members_end_soon_after_the_runners_guest(self) -> None:
+    def awaiting(self, **changes: object) -> tuple[Runner, list[bytes]]:
+        """Return a runner whose own guest has ended well while those of its members run on."""
+        runner, members = self.begun(**changes)
+        for node in members:
+            runner.on_gang(node, ExtendRun(job=JOB, term=1, round=1), at(2))
+        effects = runner.handle(GuestExited(0, False, False), at(3))
+        if any(isinstance(effect, SaveCheckpoint) for effect in effects):
+            assert runner.state == "saving"
+            effects = runner.handle(CheckpointStored(None, (), None), at(3))
+        assert runner.state == "awaiting" and says(effects, Dismiss) == []
+        assert effects[-1] == StateChanged("running", "rank 0 has ended, waiting for node-1, node-5")
+        return runner, members
+
+    def test_gang_is_done_once_the_guests_of_all_are(self) -> None:
+        runner, (first, second) = self.awaiting()
+        runner.on_gang(first, MemberEnded(job=JOB, term=1, code=0), at(4))
+        assert runner.state == "awaiting"
+        effects = runner.on_gang(second, MemberEnded(job=JOB, term=1, code=0), at(5))
+        assert any(isinstance(effect, SaveResult) for effect in effects) and runner._ending == "done"
+
+    def test_guest_may_end_its_gang_at_once(self) -> None:
+        runner, _ = self.begun()
+        runner.handle(GuestExited(0, False, forced_done=True), at(3))
+        assert runner._ending == "done"
+
+    def test_member_that_fails_after_the_runners_guest_fails_the_attempt(self) -> None:
+        runner, (first, second) = self.awaiting(error_budget=0)
+        runner.on_gang(first, MemberEnded(job=JOB, term=1, code=3), at(4))
+        assert runner.state == "asking"
+        runner.on_gang(second, MemberEnded(job=JOB, term=1, code=0), at(4))
+        runner.handle(ResultStored(None, ()), at(5))
+        outcome = runner.record.outcome
+        assert outcome is not None and (outcome.kind, outcome.exit_code) == ("failed", 3)
+        assert outcome.detail.startswith("failed (exit 3 on ")
+
+    @pytest.mark.parametrize("checkpointing", [None, Checkpointing()])
+    @pytest.mark.parametrize(
+        ("happens", "why"),
+        [
+            (VacateWanted(9.0, "the owner"), "vacated: the owner"),
+            (KillWanted("the switch"), "vacated: the switch"),
+            (CancelWanted(), "cancelled"),
+        ],
+    )
+    def test_gang_that_waits_for_a_member_ends_at_once_when_it_must(
+        self, happens: RunnerEvent, why: str, checkpointing: Checkpointing | None
+    ) -> None:
+        runner, members = self.awaiting(checkpointing=checkpointing)
+        effects = runner.handle(happens, at(4))
+        effects += runner.handle(ResultStored(None, ()), at(4)) if why == "cancelled" else []
+        assert runner._ending == why and {to for to, _ in says(effects, Dismiss)} == set(members)
+
+    def test_gang_whose_time_is_up_while_it_waits_fails(self) -> None:
+        runner, _ = self.awaiting(max_time_s=60.0)
+        timer = Timer("max time", runner._tokens._latest["max time"])
+        runner.on_timer(timer, at(61))
+        assert runner._ending == "failed (it has run for its 60 s)"
+
+    def test_gang_that_loses_a_member_after_the_runners_guest_runs_again(self) -> None:
+        runner, (first, _) = self.awaiting()
+        runner.on_gang(first, MemberLeaving(job=JOB, term=1, grace_s=1.0, reason="its owner"), at(4))
+        assert runner._ending.startswith("vacated: ") and "its owner" in runner._ending
+
+    def test_gang_that_must_leave_is_not_done_because_its_first_guest_is(self) -> None:
         runner, members = self.begun()
-        dismissed = says(runner.handle(GuestExited(0, False, False), at(3)), Dismiss)
-        assert {(to, message.grace_s) for to, message in dismissed} == {(node, LATE_S) for node in members}  # type: ignore[union-attr]
-        runner, _ = self.begun(checkpointing=Checkpointing())
-        assert any(isinstance(effect, SaveCheckpoint) for effect in runner.handle(GuestExited(0, False, False), at(3)))
+        runner.handle(VacateWanted(9.0, "the owner"), at(3))
+        for node in members:
+            runner.on_gang(node, MemberEnded(job=JOB, term=1, code=0), at(4))
+        runner.handle(GuestExited(0, False, False), at(5))
+        assert runner._ending == "vacated: the owner", "the members ended because they had to"
 
     def test_fenced_runner_dismisses_its_gang(self) -> None:
         runner, members = self.begun()

@@ -176,6 +176,8 @@ def test_best_of_returns_the_most_advanced_status_of_a_job() -> None:
     for views in ([early, running, ended], [ended, early, running]):
         assert best_of(views) == ended
     assert status_of(JOB, make_witness(spec=make_spec(argv=("x" * 999,))), None, "", "", None).command == "x" * 120
+    quoted = status_of(JOB, make_witness(spec=make_spec(argv=("sh", "-c", "exit 7"))), None, "", "", None)
+    assert quoted.command == "sh -c 'exit 7'", "as one would type it"
     told = msgspec.structs.replace(running, rank=(0, 2, 0, 2), standby=B, warm=True, commit=running.commit)
     assert best_of([told, running]).standby == B and best_of([running, told]).warm
     assert running.commit is not None

@@ -660,7 +660,7 @@ def test_runner_ignores_a_refusal_of_another_term() -> None:
     ("code", "budget", "reason", "errors", "fault"),
     [
         (75, 0, "asked for another node (exit 75)", 0, True),
-        (85, 0, "checkpointed", 0, False),
+        (85, 0, "asked to run again without a new checkpoint", 0, True),
         (3, 1, "failed (exit 3), retry 1 of 1", 1, True),
     ],
 )
@@ -675,6 +675,21 @@ def test_exit_within_the_error_budget_does_not_end_the_job(
     last = record.attempts[-1]
     assert record.errors == errors and last.fault == fault and last.exit_code == code
     assert avoided(record.attempts) == ((D,) if fault else ())
+
+
+def test_guest_that_saved_a_checkpoint_may_ask_to_run_again_at_once() -> None:
+    world = running()
+    world.tell(exited(85))
+    ended = [e for e in world.tell(CheckpointStored(b"m" * 32, (A,), 5)) if isinstance(e, Ended)]
+    assert ended == [Ended("checkpointed")] and not records(world)[0].attempts[-1].fault
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_asking_to_run_again_is_a_failure_of_a_job_that_saves_nothing(budget: int) -> None:
+    world = running(checkpointing=None, error_budget=budget)
+    world.tell(exited(85))
+    assert world.runner._ending.startswith("failed (exit 85: it asks to run again, but the job saves no checkpoints")
+    assert world.runner._ending.endswith(", retry 1 of 1" if budget else ")")
 
 
 def test_failure_of_the_node_spends_no_error() -> None:
@@ -771,7 +786,7 @@ def test_last_save_that_fails_ends_the_attempt() -> None:
     assert SaveResult in kinds(world.tell(CheckpointFailed("the disk is full")))
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, Closed), (85, Released)])
+@pytest.mark.parametrize(("code", "told"), [(0, Closed), (75, Released)])
 def test_witnesses_hear_of_an_end_or_of_a_release(code: int, told: type) -> None:
     world = running(checkpointing=None)
     world.tell(exited(code))

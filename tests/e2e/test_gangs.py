@@ -123,6 +123,22 @@ def test_failed_gang_member_fails_the_job(make_stack: Callable[..., Stack]) -> N
     until(lambda: free(user) == 3, "all slots to be free")
 
 
+def test_gang_is_not_done_before_its_last_rank(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
+    stack = make_stack(2)
+    user, go_on = stack.nodes[0], tmp_path / "go-on"
+    program = f"[ $RANK = 0 ] || {{ until [ -e {go_on} ]; do sleep 0.1; done; exit 4; }}"
+    job = ok(user, "submit", "--nodes", "2", "--no-workdir", "--", "sh", "-c", program).strip()
+    waits = until(
+        lambda: (s := job_state(user, job)) and "rank 0 has ended" in s.get("detail", "") and s, "rank 0 to end"
+    )
+    assert waits["state"] == "running" and waits["gang"][0] in waits["detail"]
+    go_on.touch()
+    end = finished(user, job)
+    assert end["state"] == "failed" and end["outcome"]["exit_code"] == 4
+    assert f"exit 4 on {waits['gang'][0]}" in end["outcome"]["detail"]
+    until(lambda: free(user) == 2, "all slots to be free")
+
+
 def test_cancel_ends_all_gang_members(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(3)
     user = stack.nodes[0]

@@ -18,7 +18,7 @@ import mesh
 from mesh.job import EXIT_SAVED
 from mesh.sdk import remote
 from mesh.sdk.futures import JobFailed, _raised
-from mesh.sdk.payload import CARRIED, _own_modules, pack
+from mesh.sdk.payload import CARRIED, _own_modules, order_of, pack
 from mesh.sdk.remote import ANSWER, PICKLE, Call
 from mesh.util.processes import catches
 from tests.test_job_module import write_notice
@@ -35,6 +35,11 @@ def test_payload_excludes_installed_packages(tmp_path: Path, monkeypatch: pytest
     assert _own_modules(Call(own.f, theirs.Thing(), Path(), 1), None) == [own]
     assert _own_modules(Call(theirs.f, thing=own.Thing()), None) == [own]
     assert _own_modules(Call(own.f), tmp_path) == []
+
+
+def test_interpreter_is_named_by_a_path_that_a_guest_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/home/ann/notebooks/../venv/bin/python")
+    assert order_of(Call(len), {})["argv"][0] == "/home/ann/venv/bin/python"
 
 
 def test_empty_directories_of_the_working_directory_are_packed(tmp_path: Path) -> None:

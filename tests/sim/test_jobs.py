@@ -17,7 +17,7 @@ from membership.envelope import OVERHEAD
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
 from mesh.consensus.effects import Effect, RunUntil, WitnessRecord
-from mesh.consensus.gang import GangMember
+from mesh.consensus.gang import Gang, GangMember
 from mesh.consensus.leader import Leader
 from mesh.consensus.messages import Accept, Accepted, RunGranted
 from mesh.consensus.participant import Directed, Participant
@@ -43,6 +43,7 @@ from sim.protocol.faults import (
     draw_job_faults,
     draw_mesh,
 )
+from sim.protocol.guests import Guest
 from sim.protocol.job_checkers import OneGroup, SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
@@ -285,6 +286,10 @@ class TestNegativeControls:
             "on disk"
         )
 
+    def test_gangs_that_are_done_when_their_first_guest_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Gang, "running", property(lambda self: []))
+        assert found(lambda seed: checked(seed, mesh=GANGS)).startswith("end")
+
     def test_gang_member_that_counts_its_lease_from_the_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = GangMember.on_run
 
@@ -293,6 +298,11 @@ class TestNegativeControls:
             return real(self, message, at)
 
         monkeypatch.setattr(GangMember, "on_run", generous)
+        # Guests of members that never end by themselves, and runners that do not wait for them, show it within few seeds.
+        monkeypatch.setattr(
+            Guest, "done", property(lambda guest: guest.step >= guest._work.steps and not guest.gang_member)
+        )
+        monkeypatch.setattr(Gang, "running", property(lambda gang: []))
         late = msgspec.structs.replace(SLOW, loss=0.1, delay_s=(0.0, 4.0))
         checkers = [NoDuplicates(), OneEnd()]
         assert found(lambda seed: JobsWorld(seed, faults=late, mesh=GANGS, jobs=8, job_checkers=checkers)).startswith(
