@@ -47,6 +47,10 @@ class _Order:
     pause_s: float = PAUSE_S
     due: float = 0.0
 
+    @property
+    def waiting(self) -> list[GuestKill]:
+        return [kill for kill in self.kills if kill.outcome is None]
+
 
 class KillSwitch:
     """Kills guests in its own thread.
@@ -290,12 +294,12 @@ class KillSwitch:
 
     def _step(self) -> None:
         with self._lock:
-            orders = list(self._orders)
+            orders = [order for order in self._orders if time.monotonic() >= order.due]
         for order in orders:
-            if time.monotonic() < order.due:
-                continue
-            waiting = [kill for kill in order.kills if kill.outcome is None]
-            over = all([kill.step() for kill in waiting])
+            for kill in order.waiting:
+                kill.strike()
+        for order in orders:
+            over = all([kill.look() for kill in order.waiting])
             if order.tell is not None:
                 tell, order.tell = order.tell, None
                 _do(tell)

@@ -1,10 +1,11 @@
 """The process killer: ends one guest through the kernel alone. It needs no engine, network, disk or event loop.
 
 Standard library only.
-Each step sends SIGKILL to everything of the guest that its registry entry helps to find: its first process (and with it a PID
-namespace), its control groups (frozen ones are thawed, or the signal would wait) and the descendants of its watcher. Steps repeat
-until nothing is left, so a program that forks fast ends too. After a moment the engine is asked to kill it as well; its answer is
-not awaited.
+A strike sends SIGKILL to what ends the guest as a whole: its first process (and with it a PID namespace) and its control groups.
+All guests are struck before the first is looked at, since a guest chooses how long a look takes. A look kills each process that
+the registry entry helps to find: in its groups (frozen ones are thawed, or the signal would wait) and below its watcher. Both
+repeat until nothing is left, so a program that forks fast ends too. After a moment the engine is asked to kill it as well; its
+answer is not awaited.
 """
 
 import contextlib
@@ -13,17 +14,20 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mesh.execution.guest_registry import GuestEntry
 from mesh.util import cgroups
-from mesh.util.processes import GONE, Process, descendants_of, lines_of, lives, process_of
+from mesh.util.budget import Budget, OverBudget
+from mesh.util.processes import GONE, Process, children_of, lines_of, lives, process_of
 
 ENGINE_AFTER_S = 0.05  # until the engine is asked too; the kernel alone takes milliseconds (own choice)
 ENGINE_EVERY_S = 1.0
+LOOK_S = 0.05  # for one look at one guest; a process takes about 50 us (own choice)
 GIVE_UP_S = 10.0  # a process may hang in a driver (own choice)
 PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # between two steps
 
@@ -32,7 +36,8 @@ PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # between two steps
 class KillResult:
     """The result of killing one guest: processes seen alive, and the milliseconds from the order until none was.
 
-    `problem`: why some could not be, or whether that is unknown; `left`: their ids, as far as they are known.
+    It is looked at after the first signal, so few processes are seen of a guest that ends fast: at least one, if it lived.
+    `problem`: why some could not be killed, or whether that is unknown; `left`: their ids, as far as they are known.
     """
 
     job: str
@@ -92,73 +97,75 @@ class GuestKill:
     def __init__(self, entry: GuestEntry, begun: float, grip: Grip | None = None) -> None:
         self.entry, self._grip = entry, grip
         self.outcome: KillResult | None = None
-        self._begun = begun
+        self._begun, self._struck_at = begun, 0.0
         self._groups = tuple(map(Path, entry.groups))
         self._processes = 0
         self._denied = False
         self._engine_due = begun + ENGINE_AFTER_S
 
-    def step(self) -> bool:
-        """Kill all that is found once; return whether it is over. `outcome` then says whether anything is left.
-
-        What cannot be looked for, as when no descriptor is free, is left: it is tried again.
-        """
-        left, problem = tuple[int, ...](), ""
-        try:
-            alive = self._strike()
-        except Exception as error:
-            problem = f"it is unknown whether it has ended: {error}"
-            self._processes = max(self._processes, 1)
-        else:
-            left = tuple(sorted(process.pid for process in alive))
-            problem = "" if not left else "not permitted" if self._denied else "does not end"
-        elapsed_s = time.monotonic() - self._begun
-        if problem and elapsed_s < GIVE_UP_S:
-            self._ask_engine()
-            return False
-        self.outcome = KillResult(self.entry.job, self.entry.engine, self._processes, elapsed_s * 1e3, left, problem)
-        return True
-
-    def _strike(self) -> set[Process]:
-        """Kill all that is found; return what was alive."""
-        try:
-            self._processes = max(self._processes, self._census())
-        finally:
-            if self._grip is not None:
-                self._grip.kill()
+    def strike(self) -> None:
+        """Send SIGKILL through all that ends the guest as a whole. What that costs does not depend on the guest."""
+        self._struck_at = self._struck_at or time.monotonic()
+        if not self._processes:
+            self._processes = int(self._is_seen_alive())
+        if self._grip is not None:
+            self._grip.kill()
         if self.entry.head is not None:
-            self._kill(self.entry.head)
+            with contextlib.suppress(OSError):  # no descriptor is free
+                self._kill(self.entry.head)
         for group in self._groups:
             cgroups.kill_all(group)
-        alive = self._alive()
-        self._processes = max(self._processes, len(alive))
-        for process in alive:
-            self._kill(process)
+
+    def look(self) -> bool:
+        """Kill what is found of it; return whether it is over. `outcome` then says whether anything is left.
+
+        Call it after `strike`. What cannot be looked for, as when no descriptor is free, is left: it is tried again. A look takes
+        at most `LOOK_S`, however many processes there are; those found in that time are killed.
+        """
+        found, unknown = set[Process](), ""
+        try:
+            try:
+                self._find(found, Budget(LOOK_S).spend)
+            except OverBudget as error:
+                unknown = str(error)
+            alive = {process for process in found if lives(process)}
+            for process in alive:
+                self._kill(process)
+        except Exception as error:
+            alive, unknown = set(), str(error)
         for group in self._groups:
             cgroups.thaw(group)
-        return alive
+        self._processes = max(self._processes, len(alive), int(bool(unknown)))
+        problem = f"it is unknown whether it has ended: {unknown}" if unknown else ""
+        if alive:
+            problem = "not permitted" if self._denied else "does not end"
+        now = time.monotonic()
+        if problem and now - self._struck_at < GIVE_UP_S:
+            self._ask_engine()
+            return False
+        left = tuple(sorted(process.pid for process in alive))
+        elapsed_ms = (now - self._begun) * 1e3
+        self.outcome = KillResult(self.entry.job, self.entry.engine, self._processes, elapsed_ms, left, problem)
+        return True
 
-    def _census(self) -> int:
-        """Return a quick count of its processes."""
-        head, watcher = self.entry.head, self.entry.watcher
-        counts = [len(cgroups.pids_in(group)) for group in self._groups]
-        if head is not None:
-            counts.append(int(lives(head)))
-        if watcher is not None and lives(watcher):
-            counts.append(len(descendants_of(watcher.pid)))
-        return max(counts, default=0)
+    def _is_seen_alive(self) -> bool:
+        """Return whether it is alive, as far as one question can tell."""
+        with contextlib.suppress(OSError):
+            if self.entry.head is not None and lives(self.entry.head):
+                return True
+        return any(map(cgroups.is_populated, self._groups))
 
-    def _alive(self) -> set[Process]:
-        """Return all processes of the guest that run now."""
+    def _find(self, found: set[Process], spend: Callable[[], None]) -> None:
+        """Add the processes of the guest; those added before an error are its own too."""
         entry = self.entry
-        found = {entry.head} if entry.head is not None else set()
+        if entry.head is not None:
+            found.add(entry.head)
         for group in self._groups:
-            found |= cgroups.processes_in(group)
+            found.update(cgroups.processes_in(group, spend))
         if entry.watcher is not None and lives(entry.watcher):
-            found |= _family(entry.watcher)
+            found.update(_family(entry.watcher, spend))
         if entry.container and entry.head is None:
-            found |= _in_container(entry.container)
-        return {process for process in found if lives(process)}
+            found.update(_in_container(entry.container))
 
     def _kill(self, process: Process) -> None:
         try:
@@ -185,18 +192,28 @@ def run(entries: Iterable[GuestEntry]) -> list[KillResult]:
     kills = [GuestKill(entry, begun) for entry in entries]
     pause = PAUSE_S
     while left := [kill for kill in kills if kill.outcome is None]:
-        if all([kill.step() for kill in left]):
+        for kill in left:
+            kill.strike()
+        if all([kill.look() for kill in left]):
             break
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
     return [kill.outcome for kill in kills if kill.outcome is not None]
 
 
-def _family(watcher: Process) -> set[Process]:
-    """Return the descendants of a watcher. Listing twice excludes a number that was reused in between."""
-    named = {process_of(pid) for pid in descendants_of(watcher.pid)}
-    now = descendants_of(watcher.pid)
-    return {process for process in named if process is not None and process.pid in now and lives(process)}
+def _family(watcher: Process, spend: Callable[[], None]) -> Iterator[Process]:
+    """Yield the descendants of a watcher, parents first. Listing twice excludes a number that was reused in between."""
+    parents, seen = deque([watcher.pid]), set[int]()
+    while parents:
+        parent = parents.popleft()
+        named = {pid: process_of(pid) for pid in children_of(parent, spend) if pid not in seen}
+        seen.update(named)
+        now = set(children_of(parent, spend))
+        for pid, process in named.items():
+            spend()
+            parents.append(pid)
+            if process is not None and pid in now:
+                yield process
 
 
 def _in_container(container: str) -> set[Process]:

@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -52,24 +52,37 @@ def is_in(pid: int, group: Path) -> bool:
     return any(own == group or group in own.parents for own in groups_of(pid).values())
 
 
-def pids_in(group: Path) -> list[int]:
-    """Return the ids of all processes in a group and below it; empty if the group is gone. OSError: it cannot be read now."""
-    found: list[int] = []
+def pids_in(group: Path, spend: Callable[[], None] = lambda: None) -> Iterator[int]:
+    """Yield the ids of all processes in a group and below it; none if the group is gone. OSError: it cannot be read now.
+
+    `spend` is called for each group and process, and may raise.
+    """
     for directory, _, _ in os.walk(group, onerror=_raise_if_short):
+        spend()
         try:
-            found += map(int, Path(directory, "cgroup.procs").read_text().split())
+            found = Path(directory, "cgroup.procs").read_text().split()
         except OSError as error:
             _raise_if_short(error)
-    return found
+            continue
+        for pid in found:
+            spend()
+            yield int(pid)
 
 
-def processes_in(group: Path) -> set[Process]:
-    """Return all processes in a group and below it; empty if the group is gone.
+def processes_in(group: Path, spend: Callable[[], None] = lambda: None) -> Iterator[Process]:
+    """Yield all processes in a group and below it; none if the group is gone.
 
     An id may be reused after it was listed, so each process's group is checked again.
     """
-    named = ((pid, process_of(pid)) for pid in pids_in(group))
-    return {process for pid, process in named if process is not None and is_in(pid, group)}
+    for pid in pids_in(group, spend):
+        process = process_of(pid)
+        if process is not None and is_in(pid, group):
+            yield process
+
+
+def is_populated(group: Path) -> bool:
+    """Return whether a process is in a group or below it. Version 2 only; false in version 1."""
+    return "populated 1" in _lines(group, EVENTS)
 
 
 def own_groups(pid: int, mark: str) -> tuple[Path, ...]:
@@ -143,7 +156,7 @@ def memory_of(pid: int) -> int | None:
 
 
 def remove_groups(directories: tuple[str, ...]) -> None:
-    """Remove those of these groups that are empty, or become empty within REMOVE_S seconds."""
+    """Remove those of these groups that are empty, or become empty within REMOVE_S seconds, with the groups in them."""
     deadline = time.monotonic() + REMOVE_S
     left = list(map(Path, directories))
     while left and time.monotonic() < deadline:
@@ -165,6 +178,9 @@ def _raise_if_short(error: OSError) -> None:
 
 def _removed(path: Path) -> bool:
     try:
+        for inner in [entry.path for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]:
+            if not _removed(Path(inner)):
+                return False
         path.rmdir()
     except FileNotFoundError:
         return True
@@ -174,9 +190,13 @@ def _removed(path: Path) -> bool:
 
 
 def _freezer_lines(group: Path) -> list[str]:
-    for file in (FREEZER, EVENTS):
-        with contextlib.suppress(OSError):
-            return (group / file).read_text().splitlines()
+    return _lines(group, FREEZER) or _lines(group, EVENTS)
+
+
+def _lines(group: Path, file: str) -> list[str]:
+    """Return the lines of a file of a group; none if it has no such file."""
+    with contextlib.suppress(OSError):
+        return (group / file).read_text().splitlines()
     return []
 
 

@@ -9,6 +9,7 @@ import errno
 import os
 import resource
 import signal
+from collections.abc import Callable
 from typing import NamedTuple
 
 # Errors of a process that has been reaped, or that is hidden from this user (proc(5), hidepid).
@@ -150,11 +151,12 @@ def _has_signal(pid: int, number: int, *masks: str) -> bool:
     return False
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the direct children of all threads of a process."""
+def children_of(pid: int, spend: Callable[[], None] = lambda: None) -> list[int]:
+    """Return the direct children of all threads of a process. `spend` is called for each thread, and may raise."""
     found = []
     with contextlib.suppress(*GONE):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            spend()
             with open(f"/proc/{pid}/task/{thread}/children") as file:  # noqa: PTH123
                 found += [int(child) for child in file.read().split()]
     return found

@@ -17,6 +17,7 @@ import pytest
 
 from mesh.execution.engine import BadCommand
 from mesh.execution.process.confinement import (
+    CLONE3,
     FILES_FROM,
     IO_URING,
     KEPT_CAPABILITIES,
@@ -168,6 +169,13 @@ async def test_guest_makes_no_call_by_the_numbers_of_x32(bench: Bench) -> None:
     """A kernel without x32 says ENOSYS by itself: the filter denies them before."""
     call = f"import ctypes; c = ctypes.CDLL(None, use_errno=True); c.syscall({1 << 30 | 39}); print(ctypes.get_errno())"
     assert (await bench.output(f"exec {sys.executable} -c '{call}'")).strip() == str(errno.EPERM)
+
+
+@pytest.mark.skipif(os.uname().machine not in MACHINES, reason="there is no filter of system calls for this machine")
+async def test_guest_starts_no_process_in_another_group(bench: Bench) -> None:
+    """Call clone3 without arguments, which the kernel refuses for another reason than the filter does."""
+    call = f"import ctypes; c = ctypes.CDLL(None, use_errno=True); c.syscall({CLONE3}, 0, 0); print(ctypes.get_errno())"
+    assert (await bench.output(f"exec {sys.executable} -c '{call}'")).strip() == str(errno.ENOSYS)
 
 
 @pytest.mark.skipif(landlock_version() < FILES_FROM, reason="this kernel has no Landlock")

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -13,12 +14,13 @@ import pytest
 from mesh.execution.ceilings import Ceilings
 from mesh.execution.limits import BoundedEngine
 from mesh.execution.process.engine import ProcessEngine
-from mesh.execution.process.guest_cgroup import GuestGroup
+from mesh.execution.process.guest_cgroup import INNER, GuestGroup
 from mesh.execution.process.subtree import make_group
 from mesh.util.cgroups import remove_groups
 from mesh.util.processes import stat_of
 from tests.execution.bench import COUNT, WAIT_S, Bench, beyond, processes_with, steps_when_stopped
 
+NOBODY = 65_534
 HALF = f"{sys.executable} -c 'held = bytearray(150 << 20); print(\"held\", flush=True); import time; time.sleep(60)'"
 
 
@@ -55,7 +57,7 @@ async def test_pids_limit_is_enforced(bench: Bench) -> None:
 async def test_guest_groups_are_removed_with_guest(bench: Bench) -> None:
     guest = await bench.shell("cat /proc/self/cgroup; while :; do sleep 0.05; done")
     await bench.until_logged("guest-")
-    names = {line.rpartition("/")[2] for line in bench.log.splitlines() if "guest-" in line}
+    names = {line.removesuffix(f"/{INNER}").rpartition("/")[2] for line in bench.log.splitlines() if "guest-" in line}
     assert len(names) == 1
     (name,) = names
     # Not `glob`: it raises if another group disappears meanwhile.
@@ -64,6 +66,71 @@ async def test_guest_groups_are_removed_with_guest(bench: Bench) -> None:
     assert found and all(quota.read_text() == "50000\n" for quota in quotas)
     await guest.kill()
     assert not any(path.exists() for path in found)
+
+
+GROUPS_OF_ITS_OWN = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+NEWNS, NEWUSER, NEWCGROUP = 0x20000, 0x10000000, 0x2000000
+user, place = os.getuid(), "/tmp"
+if libc.unshare(NEWUSER | NEWNS | NEWCGROUP) != 0:
+    sys.exit("no namespaces")
+with open("/proc/self/uid_map", "w") as users:
+    users.write(f"{user} {user} 1")
+if libc.mount(b"none", place.encode(), b"cgroup2", 0, None) != 0:
+    sys.exit("no mount")
+for file, text in (("cgroup.max.descendants", "max"), ("cgroup.max.depth", "max")):
+    try:
+        with open(f"{place}/{file}", "w") as limit:
+            limit.write(text)
+    except OSError as error:
+        print(error)
+try:
+    os.mkdir(f"{place}/more")
+    print("made one")
+except OSError as error:
+    print("made none:", error)
+"""
+
+
+def test_guest_makes_no_groups_and_reaches_no_limits() -> None:
+    """Mount its own groups, writable, in a user namespace: each group below would be one more to look at in each kill."""
+    group = make_group()
+    if group is None or "" not in group.kinds:
+        pytest.skip("this machine lets nobody make control groups of version 2")
+    outer = Path(group.plain()[""])
+    user = NOBODY if os.getuid() == 0 else os.getuid()
+    if os.getuid() == 0:  # as if that user's daemon had made them
+        for path in (outer, *outer.rglob("*")):
+            os.chown(path, user, user)
+
+    def enter() -> None:
+        group.enter()
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+
+    command = ["/usr/bin/python3", "-c", GROUPS_OF_ITS_OWN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", preexec_fn=enter)
+    inside = [path for path in outer.rglob("*") if path.is_dir()]
+    (outer / "cgroup.max.descendants").write_text("max")
+    group.remove()
+    if done.stderr in {"no namespaces\n", "no mount\n"}:
+        pytest.skip(f"this kernel does not let users mount control groups: {done.stderr}")
+    assert "made none" in done.stdout and inside == [outer / INNER], done
+    assert not outer.exists()
+
+
+def test_groups_in_a_guests_group_are_removed_too() -> None:
+    group = make_group()
+    if group is None or "" not in group.kinds:
+        pytest.skip("this machine lets nobody make control groups of version 2")
+    outer = Path(group.plain()[""])
+    (outer / "cgroup.max.descendants").write_text("max")
+    (outer / INNER / "deeper").mkdir()
+    group.remove()
+    assert not outer.exists()
 
 
 @pytest.mark.parametrize("groups", [True, False])

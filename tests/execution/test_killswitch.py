@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import resource
+import select
 import socket
 import subprocess
 import threading
@@ -23,7 +24,8 @@ from mesh.execution.engine import EngineError
 from mesh.execution.guest_registry import GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, CLIENTS, KillSwitch, open_switch
 from mesh.util import cgroups
-from mesh.util.processes import Process, lives, process_of
+from mesh.util.budget import Budget
+from mesh.util.processes import Process, children_of, lives, process_of
 from tests.descriptors import descriptors
 from tests.execution.bench import LOOP, WAIT_S, containers, processes_with, wait_until
 from tests.execution.place import Place, entry, fresh_mark
@@ -56,7 +58,7 @@ async def test_kill_works_while_event_loop_is_blocked(place: Place) -> None:
     asker.join()
     killed = heard[0]["killed"]
     assert isinstance(killed, list) and len(killed) == 3
-    assert all(one["processes"] >= 3 and one["left"] == [] and one["job"] == "j" * 26 for one in killed)
+    assert all(one["processes"] >= 1 and one["left"] == [] and one["job"] == "j" * 26 for one in killed)
     assert not any(processes_with(f"{mark}{number}") for number in range(3))
     async with asyncio.timeout(WAIT_S):
         ends = [await guest.wait() for guest in place.bench.guests]
@@ -100,7 +102,7 @@ async def test_kill_without_daemon_is_not_job_fault(place: Place) -> None:
     for key in entries:
         place.register.mark_killed(key)
     (struck,) = process_killer.run(entries.values())
-    assert struck.processes >= 3 and struck.left == () and not processes_with(mark)
+    assert struck.processes >= 1 and struck.left == () and not processes_with(mark)
     async with asyncio.timeout(WAIT_S):
         end = await place.bench.guests[0].wait()
     assert (end.code, end.fault) == (137, BY_OWNER) and place.register.entries() == ({}, [])
@@ -228,6 +230,52 @@ def test_hanging_guest_does_not_delay_other_guests(bystander: Process, monkeypat
     switch.close()
 
 
+@pytest.mark.parametrize("by_switch", [True, False])
+def test_all_guests_are_struck_before_one_is_looked_at(
+    bystander: Process, monkeypatch: pytest.MonkeyPatch, by_switch: bool
+) -> None:
+    """Look at a guest for as long as the next one lives."""
+    ended, other = list[bool](), bystander.open()
+    assert other is not None
+
+    def slow(*asked: object) -> Iterator[Process]:
+        ended.append(bool(select.select([other], [], [], 5.0)[0]))
+        yield from ()
+
+    monkeypatch.setattr(process_killer, "_family", slow)
+    entries = [entry(watcher=process_of(os.getpid())), entry(head=bystander)]
+    if by_switch:
+        switch = KillSwitch()
+        for one in entries:
+            switch.add(one)
+        switch.kill_all().result(WAIT_S)
+        switch.close()
+    else:
+        process_killer.run(entries)
+    assert ended[0] and not lives(bystander)
+    os.close(other)
+
+
+def test_guest_with_more_processes_than_one_look_takes_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_killer, "Budget", lambda seconds: Budget(WAIT_S, entries=5))
+    script = "for n in $(seq 12); do sleep 1000 & done; echo ready; wait"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None and shell.stdout.readline() == b"ready\n"
+        sleeps = [process for pid in children_of(shell.pid) if (process := process_of(pid)) is not None]
+        (struck,) = process_killer.run([entry(watcher=process_of(shell.pid))])
+        left = [process for process in sleeps if lives(process)]
+        for process in left:
+            process.kill()
+    assert (struck.left, struck.problem, left, len(sleeps)) == ((), "", [], 12)
+
+
+def test_look_ends_when_its_time_is_over(bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_killer, "LOOK_S", 0.0)
+    monkeypatch.setattr(process_killer, "GIVE_UP_S", 0.0)
+    (struck,) = process_killer.run([entry(watcher=bystander)])
+    assert "unknown whether it has ended" in struck.problem and struck.processes and lives(bystander)
+
+
 @contextlib.contextmanager
 def no_free_descriptor() -> Iterator[None]:
     before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
@@ -269,7 +317,7 @@ def test_guest_that_cannot_be_looked_for_is_not_taken_for_dead(
             (left,) = switch.kill(key).result(WAIT_S)
             assert "it is unknown whether it has ended" in str(left) and left.processes
         with pytest.raises(OSError, match="Too many open files"):
-            cgroups.pids_in(group)
+            list(cgroups.pids_in(group))
     assert lives(bystander)
     head = switch.add(entry(head=bystander))
     monkeypatch.setattr(process_killer, "GIVE_UP_S", 600.0)

@@ -1,6 +1,8 @@
 """Control groups for guests of the `process` engine: limits for a whole guest, and the way to freeze and kill all of it.
 
-Version 2: a group in the daemon's subtree (`subtree`). Version 1 has one hierarchy for each controller, and a guest one group in
+Version 2: a group in the daemon's subtree (`subtree`), which has the limits, and one in it, which has the processes. A guest that
+makes user and cgroup namespaces of its own may mount the group of its processes, writable: so the limits are one above, and
+`cgroup.max.descendants` there lets it make none below. Version 1 has one hierarchy for each controller, and a guest one group in
 each, which needs root. Controllers that are not available are left out; `kinds` lists the others ("" is version 2 itself, which
 freezes and kills). `subtree` makes the groups, and the guest's watcher removes them: standard library only, and little of it,
 since each guest waits for its import.
@@ -13,6 +15,7 @@ from pathlib import Path
 from mesh.util import cgroups
 
 CONTROLLERS = ("memory", "pids", "cpu", "io")
+INNER = "guest"  # the group of version 2 that holds a guest's processes
 PERIOD_US = 100_000  # the scheduler's period: the kernel's default
 V2_FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.max", "io": "io.max"}
 
@@ -67,7 +70,8 @@ class GuestGroup:
     def enter(self) -> None:
         """Move this process, and with it the processes that it starts later, into the groups."""
         for path in self.directories:
-            Path(path, "cgroup.procs").write_text("0")
+            inner = INNER if path == str(self._by_kind.get("")) else ""
+            Path(path, inner, "cgroup.procs").write_text("0")
 
     def freeze(self) -> bool:
         """Stop all of the guest, forks included, with one write (`cgroup.freeze`); return whether this machine can."""

@@ -15,8 +15,8 @@ import time
 from collections.abc import Set
 from pathlib import Path
 
-from mesh.execution.process.guest_cgroup import CONTROLLERS, V2_FILES, GuestGroup
-from mesh.util.cgroups import groups_of
+from mesh.execution.process.guest_cgroup import CONTROLLERS, INNER, V2_FILES, GuestGroup
+from mesh.util.cgroups import groups_of, remove_groups
 
 LEAF = "campus-mesh-daemon"
 LINGER = Path("/var/lib/systemd/linger")  # a file for each user whose services outlive their logins (loginctl(1))
@@ -59,9 +59,22 @@ def make_group() -> GuestGroup | None:
             with contextlib.suppress(OSError):
                 (own / name).mkdir()
                 made[kind] = own / name
+    if "" in made and not _add_inner(made[""]):
+        del made[""]
     if "" in made:
         made |= {kind: made[""] for kind, file in V2_FILES.items() if (made[""] / file).exists()}
     return GuestGroup(made) if made else None
+
+
+def _add_inner(group: Path) -> bool:
+    """Make the group for a guest's processes, the last one below this one. Return whether that worked; if not, remove both."""
+    try:
+        (group / "cgroup.max.descendants").write_text("1")
+        (group / INNER).mkdir()
+    except OSError:
+        remove_groups((str(group),))
+        return False
+    return True
 
 
 def remedy(missing: frozenset[str]) -> str:
