@@ -98,14 +98,17 @@ def tree_use(
     most_bytes: float = math.inf,
     most_inodes: float = math.inf,
     of: Callable[[Entry], int] | None = None,
+    spend: Callable[[], None] = lambda: None,
 ) -> tuple[int, int]:
     """Return the sum of `of`, by default bytes on disk, and the number of files and directories below these directories.
 
-    The count ends where one of them is over its limit. OutOfReach if any cannot be counted.
+    The count ends where one of them is over its limit. OutOfReach if any cannot be counted. `spend` is called
+    for each, and may raise.
     """
     size = inodes = 0
     for root in roots:
         for entry in trees.walk(root, strict=True):
+            spend()
             size += (of or blocks)(entry)
             inodes += 1
             if size > most_bytes or inodes > most_inodes:

@@ -610,8 +610,9 @@ class Attempt:
                     trouble = error.errno or -1
 
     async def _look_for_checkpoint(self) -> None:
-        tree = await asyncio.to_thread(self._committed, False, known=self._found_key)
-        self.save_schedule.sees(boot_s(), await asyncio.to_thread(being_written, self.base / "ckpt"))
+        # Not in the default executor: the guests choose how long it takes.
+        tree = await apart(lambda: self._committed(False, known=self._found_key), "checkpoints")
+        self.save_schedule.sees(boot_s(), await apart(lambda: being_written(self.base / "ckpt"), "checkpoints"))
         if tree is not None and tree.key != self._found_key:
             self._found_key = tree.key
             self.save_schedule.saved(boot_s())
@@ -667,7 +668,8 @@ class Attempt:
         for remaining in reversed(range(TORN_RETRIES)):
             await self._report_progress()  # programs write their progress before they save
             beside = remaining >= TORN_RETRIES - TRIES_BESIDE
-            tree = await asyncio.to_thread(self._committed, order.final and self._exit_was_clean, beside)
+            ended = order.final and self._exit_was_clean
+            tree = await apart(partial(self._committed, ended, beside), "checkpoints")
             if tree is None or tree.key == self._saved_key:
                 if order.final and self._yielded:
                     self._loss.yielded(self.stages["exited"])

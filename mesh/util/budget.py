@@ -4,7 +4,7 @@ import math
 import time
 
 
-class OverBudget(OSError):
+class OverBudget(Exception):  # no OSError, which those who look suppress
     """There is more to look at than this look may take."""
 
 

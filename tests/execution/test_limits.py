@@ -29,6 +29,7 @@ from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.wrapped import WrappedGuest
 from mesh.network.egress import CAMPUS, chain_of, policy_of, rules
 from mesh.util import cgroups
+from mesh.util.budget import Budget, OverBudget
 from mesh.util.errors import ConfigError
 from mesh.util.processes import core_limit
 from placement.advert import Portion
@@ -261,6 +262,46 @@ async def test_deleted_mapped_file_counts(tmp_path: Path) -> None:
     assert limits.nameless_bytes([os.getpid()], tmp_path) == MIB
     mapped.close()
     assert limits.nameless_bytes([os.getpid()], tmp_path) == 0
+
+
+def test_links_of_processes_are_counted_to_a_limit(tmp_path: Path) -> None:
+    """Every process has more than five open files and mappings, and each is read before the next one counts."""
+    with pytest.raises(OverBudget):
+        limits.nameless_bytes([os.getpid()], tmp_path, Budget(WAIT_S, entries=5).spend)
+    with pytest.raises(OverBudget):
+        limits.nameless_bytes([os.getpid()], tmp_path, Budget(0.0).spend)
+
+
+async def test_guest_that_takes_too_long_to_measure_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOOK_S", 0.05)
+    monkeypatch.setattr(limits, "MOST_LINKS", 100)
+    bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024)), tmp_path, None)
+    opens = 'n=10; while [ $n -lt 100 ]; do eval "exec $n</dev/null"; n=$((n + 1)); done'
+    guest = await bench.start("bash", "-c", f"{opens}; {LOOP}")
+    async with asyncio.timeout(WAIT_S):
+        assert "too many processes, files or mappings" in (await guest.wait()).detail
+
+
+async def test_disk_and_log_are_watched_while_a_guest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guest chooses how long it takes to measure it: here, until the test is over."""
+    monkeypatch.setattr(limits, "LOOK_S", 0.05)
+    monkeypatch.setattr(limits, "FALL_BYTES", MIB)
+    over, begun, free = threading.Event(), threading.Event(), 1 << 40
+    monkeypatch.setattr(limits, "nameless_bytes", lambda *asked: (begun.set(), over.wait(), 0)[2])
+    monkeypatch.setattr(limits, "_free_bytes", lambda place: free)
+    bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024, disk_mib=8, log_mib=1)), tmp_path, None)
+    cut: list[str] = []
+    guest = await bench.shell(f"head -c 3000000 /dev/zero; {LOOP}", say=lambda words, about: cut.append(about))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not cut or not begun.is_set():
+                await asyncio.sleep(0.02)
+            free -= 9 * MIB
+            assert "its node's disk fills" in (await guest.wait()).fault
+    finally:
+        over.set()
 
 
 async def test_long_log_is_cut_and_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
