@@ -19,7 +19,7 @@ from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.process.sandbox import Sandbox
 from mesh.rpc.frames import OUTPUT, Data, Order
 from mesh.util.boottime import boot_s
-from mesh.util.processes import children_of, core_limit, lives, process_of, stat_of
+from mesh.util.processes import children_of, core_limit, descendants_of, lives, process_of, stat_of
 from tests.execution.bench import COUNT, LOOP, WAIT_S, Bench, beyond, processes_with, steps_taken, wait_until
 from tests.execution.place import fresh_mark
 
@@ -116,6 +116,22 @@ async def test_job_and_session_die_with_their_watcher_without_groups(tmp_path: P
         await guest.wait()
     await asyncio.to_thread(wait_until, lambda: not processes_with(mark), "job and session to end")
     await engine.close()
+
+
+async def test_orphans_are_reaped_while_the_job_runs(bench: Bench) -> None:
+    """Leave more orphans than the node's limit of processes may have room for; sessions still report their ends."""
+    guest = await bench.shell(f"for n in $(seq 50); do (true &); done; echo left; {LOOP}")
+    await bench.until_logged("left")
+    watcher = watcher_of(await guest.pids())
+    for _ in range(3):
+        assert await said_in_session(guest, "(true &); echo in") == "in\n"
+
+    def zombies() -> int:
+        found = [stat_of(pid) for pid in descendants_of(watcher)]
+        return sum(stat is not None and stat.state == "Z" for stat in found)
+
+    await asyncio.to_thread(wait_until, lambda: zombies() == 0, "all orphans to be reaped")
+    assert await guest.pids()
 
 
 async def test_lease_stops_every_process_without_groups_and_wakes_every_one(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Collection
 
 from mesh.execution import guest_network
 from mesh.execution.process import confinement, sandbox, session_agent
@@ -172,10 +173,14 @@ def show_data(paths: list) -> None:  # type: ignore[type-arg]
 
 
 def watch(first: int, daemon: int, status: int, sessions: "SessionProcesses", until: float, group: GuestGroup) -> None:
-    """Run the watcher, outside the namespace: enforce the lease, kill the guest when the daemon is gone, report its exit."""
-    child = os.pidfd_open(first)
+    """Run the watcher, outside the namespace: enforce the lease, kill the guest when the daemon is gone, report its exit.
+
+    Without a PID namespace it is the parent of the job's orphans, which would fill the limit of processes if nobody reaped them.
+    """
+    child, some_ended = os.pidfd_open(first), told_of_ends()
     lease = Lease(first, until, group)
     poller = select.poll()
+    poller.register(some_ended, select.POLLIN)
     poller.register(daemon, select.POLLIN | select.POLLHUP)
     poller.register(child, select.POLLIN)
     poller.register(lease.alarm, select.POLLIN)
@@ -192,6 +197,10 @@ def watch(first: int, daemon: int, status: int, sessions: "SessionProcesses", un
             lease.read(heard)
         lease.enforce()
         sessions.serve(ready, poller, lease.stopped)
+        if some_ended in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(some_ended, 4096)
+        reap_orphans({first, *sessions.pids})
     result = wait_for(first)
     end_session_children()
     code = os.waitstatus_to_exitcode(result)
@@ -199,6 +208,20 @@ def watch(first: int, daemon: int, status: int, sessions: "SessionProcesses", un
     group.remove()
     with contextlib.suppress(OSError):
         os.write(status, line.encode())
+
+
+def told_of_ends() -> int:
+    """Return a descriptor that is readable once a child has ended (SIGCHLD)."""
+    there, here = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(here, warn_on_full_buffer=False)
+    return there
+
+
+def reap_orphans(known: Collection[int]) -> None:
+    """Reap children that have ended, up to one of the known ones, whose pidfd is readable: the next turn reaps that one first."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in known:
+        os.waitpid(ended.si_pid, 0)
 
 
 def wait_for(first: int) -> int:
@@ -260,6 +283,10 @@ class SessionProcesses:
         self.doors = doors
         self._spec, self._first, self._isolation, self._group = spec, first, isolation, group
         self._inside: dict[int, int] = {}  # pidfd -> pid
+
+    @property
+    def pids(self) -> Collection[int]:
+        return self._inside.values()
 
     def serve(self, ready: dict[int, int], poller: select.poll, stopped: bool) -> None:
         for ended in [descriptor for descriptor in self._inside if descriptor in ready]:
