@@ -61,6 +61,27 @@ async def test_lost_gpu_is_node_fault(bench: Bench) -> None:
     assert end.code == 137 and end.fault == "its container lost its GPUs: Failed to initialize NVML: Unknown Error"
 
 
+@pytest.mark.parametrize(
+    "probe",
+    [
+        "kill -9 $$",
+        "echo 'Failed to initialize NVML: Unknown Error'; kill -9 $$",
+        "echo 'cannot allocate memory'; exit 1",
+        f"if mkdir $MESH_OUT_DIR/once; then echo 'Failed to initialize NVML: Unknown Error'; exit 255; fi; {SEES}",
+    ],
+    ids=["killed", "killed after words", "other words", "said once"],
+)
+async def test_probe_that_proves_nothing_blames_nobody(bench: Bench, probe: str) -> None:
+    """A guest can kill the probe, which runs as its user and in its control group."""
+    stand_in(bench, probe)
+    guest = await begin(bench)
+    looks = bench.root / "out" / "looks"
+    async with asyncio.timeout(WAIT_S):
+        while not looks.exists() or looks.read_text().count("look") < 4:
+            await asyncio.sleep(0.02)
+    assert await guest.pids()
+
+
 async def test_wrong_gpu_is_node_fault(bench: Bench) -> None:
     stand_in(bench, SEES.replace("GPU-bb", "GPU-cc"))
     guest = await begin(bench)

@@ -2,7 +2,7 @@
 
 An engine may silently drop a device request (Podman 4.3), and a reload of systemd takes devices from running containers (NVIDIA's
 container toolkit, issues 48 and 1227); only a check from inside finds out. A lost GPU is the node's fault: the job resumes
-elsewhere from its checkpoint.
+elsewhere from its checkpoint. The guest can kill the probe, or have no memory left for it: only words of the probe count.
 """
 
 import asyncio
@@ -18,6 +18,10 @@ PATH = "/usr/bin:/bin:/usr/local/nvidia/bin"  # not the job's: a program of its 
 PROBE_S = 30.0  # it takes a second if the driver has to wake up (own choice)
 EVERY_S = 30.0  # dstack's shim looks as often
 CANNOT_RUN = {126, 127}
+SIGNALS = range(129, 193)  # codes of a program that a signal ended
+# What nvidia-smi says of a lost GPU or driver (its source is closed: messages that its users report).
+LOSSES = ("NVML", "NVIDIA-SMI", "No devices were found", "Unable to determine the device handle")
+TIMES = 2  # that the probe must say it (own choice)
 
 
 def missing(told: str, uuids: tuple[str, ...]) -> tuple[str, ...]:
@@ -26,7 +30,16 @@ def missing(told: str, uuids: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def look(engine: EngineSocket, container: str, pid: int, uuids: tuple[str, ...]) -> str:
-    """Return what is wrong with its GPUs; empty if nothing is, or if it is paused or has ended."""
+    """Return what is wrong with its GPUs, if the probe says so each time; empty if nothing is, or it is paused or has ended."""
+    wrong = ""
+    for _ in range(TIMES):
+        wrong = await _look_once(engine, container, pid, uuids)
+        if not wrong:
+            break
+    return wrong
+
+
+async def _look_once(engine: EngineSocket, container: str, pid: int, uuids: tuple[str, ...]) -> str:
     try:
         async with asyncio.timeout(PROBE_S):
             code, told = await engine.execute(container, PROBE, PATH)
@@ -38,6 +51,8 @@ async def look(engine: EngineSocket, container: str, pid: int, uuids: tuple[str,
             return ""
         return f"its container has {seen} of {len(uuids)} GPUs: its engine does not pass GPUs on"
     if code != 0:
+        if code in SIGNALS or not any(words in told for words in LOSSES):
+            return ""
         return f"its container lost its GPUs: {told.strip()[:200]}"
     lost = missing(told, uuids)
     return f"its container does not see {', '.join(lost)}" if lost else ""
