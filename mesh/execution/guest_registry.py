@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,12 @@ class GuestRegistry:
                         found[path.stem] = entry
         return found, problems
 
-    def clear(self) -> None:
-        """Remove all entries. A starting daemon calls it after it has killed the guests of an earlier run."""
+    def clear(self, left: Collection[str] = ()) -> None:
+        """Remove all entries but those of guests that are left. A starting daemon calls it after it has killed the others."""
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
-            with contextlib.suppress(OSError):
-                path.unlink()
+            if path.stem not in left:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def decode_entry(data: bytes) -> GuestEntry:

@@ -39,7 +39,7 @@ Outcome = concurrent.futures.Future[list[KillResult]]
 class _Order:
     """Kills that are answered together. `tell` is called once the first signals are sent."""
 
-    kills: list[GuestKill]
+    kills: dict[str, GuestKill]  # by key
     done: Outcome
     said: str
     begun: float = field(default_factory=time.monotonic)
@@ -49,7 +49,7 @@ class _Order:
 
     @property
     def waiting(self) -> list[GuestKill]:
-        return [kill for kill in self.kills if kill.outcome is None]
+        return [kill for kill in self.kills.values() if kill.outcome is None]
 
 
 class KillSwitch:
@@ -74,6 +74,7 @@ class KillSwitch:
         self._lock = threading.Lock()  # guards guests and orders; never held across a system call that can block
         self._guests: dict[str, tuple[GuestEntry, Grip]] = {}
         self._by_owner: set[str] = set()
+        self._left: set[str] = set()  # guests of which a kill has left something, or may have
         self._orders: list[_Order] = []
         self._wake_here, self._wake_there = os.pipe()
         os.set_blocking(self._wake_there, False)
@@ -122,6 +123,12 @@ class KillSwitch:
         self._kill_all(done)
         return done
 
+    def adopt(self, key: str, entry: GuestEntry) -> None:
+        """Take on a guest of an earlier run that could not be killed: each order for all tries again."""
+        with contextlib.suppress(EngineError):  # no descriptor is free: its entry stays on disk
+            self._guests[key] = (entry, _grip(entry))
+        self._left.add(key)
+
     # --- for engines
 
     def add(self, entry: GuestEntry) -> str:
@@ -168,10 +175,15 @@ class KillSwitch:
             raise EngineError("its owner has taken this machine back")
 
     def remove(self, key: str) -> str:
-        """Remove a guest of which nothing is left; return BY_OWNER if it was killed for the owner, else an empty text."""
+        """Remove a guest that has ended; return BY_OWNER if it was killed for the owner, else an empty text.
+
+        One of which a kill has left something stays, on disk too, until a later kill leaves nothing.
+        """
         with self._lock:
-            known = self._guests.pop(key, None)
             by_owner = key in self._by_owner
+            if key in self._left:
+                return BY_OWNER if by_owner else ""
+            known = self._guests.pop(key, None)
             self._by_owner.discard(key)
         if known is not None:
             known[1].close()
@@ -185,7 +197,8 @@ class KillSwitch:
         with self._lock:
             known = self._guests.get(key)
             if known is not None:
-                self._orders.append(_Order([GuestKill(known[0], time.monotonic(), known[1])], done, "killed"))
+                kill = GuestKill(known[0], time.monotonic(), known[1])
+                self._orders.append(_Order({key: kill}, done, "killed"))
         if known is None:
             done.set_result([])
         else:
@@ -215,7 +228,7 @@ class KillSwitch:
             _do(action)
         with self._lock:
             self._by_owner |= self._guests.keys()
-            kills = [GuestKill(entry, begun, grip) for entry, grip in self._guests.values()]
+            kills = {key: GuestKill(entry, begun, grip) for key, (entry, grip) in self._guests.items()}
             self._orders.append(_Order(kills, done, "killed for the owner", begun, self._struck))
         self._run()
         self._wake()
@@ -304,9 +317,15 @@ class KillSwitch:
                 tell, order.tell = order.tell, None
                 _do(tell)
             if over:
+                outcomes = {key: kill.outcome for key, kill in order.kills.items() if kill.outcome is not None}
                 with self._lock:
                     self._orders.remove(order)
-                results = [kill.outcome for kill in order.kills if kill.outcome is not None]
+                    gone = {key for key in self._left & outcomes.keys() if not outcomes[key].problem}
+                    self._left |= {key for key, outcome in outcomes.items() if outcome.problem}
+                    self._left -= gone
+                for key in gone:
+                    self.remove(key)
+                results = list(outcomes.values())
                 order.done.set_result(results)
                 _log_results(order.said, results)
             else:
@@ -338,12 +357,17 @@ def open_switch(
     entries, problems = register.entries()
     for problem in problems:
         log.warning("guest registry: %s", problem)
-    for result in run(entries.values()):
+    results = dict(zip(entries, run(entries.values()), strict=True))
+    for result in results.values():
         if result.processes:
             log.warning("left by an earlier run: %s", result)
-    remove_groups(tuple(group for entry in entries.values() if not entry.container for group in entry.groups))
-    register.clear()
+    left = {key: entry for key, entry in entries.items() if results[key].problem}
+    gone = [entry for key, entry in entries.items() if key not in left and not entry.container]
+    remove_groups(tuple(group for entry in gone for group in entry.groups))
+    register.clear(left)
     switch = KillSwitch(register, socket_path, first, struck)
+    for key, entry in left.items():
+        switch.adopt(key, entry)
     switch.open()
     return switch
 

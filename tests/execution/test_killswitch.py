@@ -276,6 +276,29 @@ def test_look_ends_when_its_time_is_over(bystander: Process, monkeypatch: pytest
     assert "unknown whether it has ended" in struck.problem and struck.processes and lives(bystander)
 
 
+def test_guest_that_does_not_end_stays_registered_over_a_restart(
+    tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kill does nothing at first, as of a process that hangs in a driver."""
+    register, where = GuestRegistry(tmp_path / "guests"), tmp_path / "kill.sock"
+    with monkeypatch.context() as hanging:
+        hanging.setattr(process_killer, "GIVE_UP_S", 0.0)
+        hanging.setattr(process_killer.Grip, "kill", lambda self: None)
+        hanging.setattr(Process, "kill", lambda self: None)
+        before = open_switch(register, where)
+        key = before.add(entry(head=bystander))
+        (left,) = before.kill(key).result(WAIT_S)
+        assert left.left == (bystander.pid,)
+        before.remove(key)
+        before.close()
+        assert register.entries()[0].keys() == {key}
+        after = open_switch(register, where)
+        assert register.entries()[0].keys() == {key} and lives(bystander)
+    (gone,) = after.kill_all().result(WAIT_S)
+    assert not gone.problem and not lives(bystander) and register.entries() == ({}, [])
+    after.close()
+
+
 @contextlib.contextmanager
 def no_free_descriptor() -> Iterator[None]:
     before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
