@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 # Errors of a process that has been reaped, or that is hidden from this user (proc(5), hidepid).
 GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+PER_USER = (resource.RLIMIT_SIGPENDING, resource.RLIMIT_MSGQUEUE)
+USER_SHARE = 8  # a guest gets an eighth of what its user may have (own choice)
 SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # errors that are about this process or machine alone
 
 
@@ -78,6 +80,18 @@ def core_limit() -> int:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     return 1 if hard else 0
+
+
+def user_limits() -> dict[int, int]:
+    """Return a guest's share of what the kernel counts for all processes of a user together, by the resource: its limit here."""
+    hard = {kind: resource.getrlimit(kind)[1] for kind in PER_USER}
+    return {kind: most // USER_SHARE for kind, most in hard.items() if most != resource.RLIM_INFINITY}
+
+
+def keep_to_user_limits() -> None:
+    """Keep this process, and those that it starts, to the share of one guest, for good."""
+    for kind, most in user_limits().items():
+        resource.setrlimit(kind, (most, most))
 
 
 def lines_of(path: str) -> list[str]:

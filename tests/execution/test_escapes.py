@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from mesh.execution.killswitch import KillSwitch
 from mesh.execution.limits import BoundedEngine
 from mesh.network.edge import Edge
 from mesh.network.egress import Policy, policy_of, tag_of
+from mesh.util.processes import user_limits
 from tests.cleanup import cleanup
 from tests.container_images import busybox_image
 from tests.execution.bench import WAIT_S, Bench, processes_with, wait_until
@@ -69,13 +71,17 @@ async def test_container_cannot_gain_rights(bench: Bench) -> None:
     busybox dmesg >/dev/null 2>&1 && echo "GOT the kernel's log"
     busybox insmod /tmp/x 2>/dev/null && echo "GOT a module"
     ulimit -Hn 9999999 2>/dev/null && echo "GOT files"
-    cat /proc/self/status; busybox id; busybox grep 'core file' /proc/self/limits
+    cat /proc/self/status; busybox id; busybox grep -E 'core file|pending|msgqueue' /proc/self/limits
     """
     said = await bench.output(script)
     assert "GOT" not in said and "uid=0" not in said and "gid=0" not in said
     for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
         assert f"{name}:\t0000000000000000" in said
     assert "NoNewPrivs:\t1" in said and "Seccomp:\t2" in said
+    for limit, kind in (("pending signals", resource.RLIMIT_SIGPENDING), ("msgqueue size", resource.RLIMIT_MSGQUEUE)):
+        assert re.search(rf"Max {limit} +{user_limits()[kind]} ", said), (
+            "the kernel counts them for all of a user's programs"
+        )
     assert re.search(r"Max core file size +1 +1 ", said), "with 0, a dump could be piped to a handler of the host"
 
 

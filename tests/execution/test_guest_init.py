@@ -19,10 +19,20 @@ from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.process.sandbox import Sandbox
 from mesh.rpc.frames import OUTPUT, Data, Order
 from mesh.util.boottime import boot_s
-from mesh.util.processes import children_of, core_limit, descendants_of, lives, process_of, stat_of
+from mesh.util.processes import (
+    USER_SHARE,
+    children_of,
+    core_limit,
+    descendants_of,
+    lives,
+    process_of,
+    stat_of,
+    user_limits,
+)
 from tests.execution.bench import COUNT, LOOP, WAIT_S, Bench, beyond, processes_with, steps_taken, wait_until
 from tests.execution.place import fresh_mark
 
+NOBODY = 65_534
 ROOT = Path(__file__).parents[2]
 
 
@@ -181,6 +191,35 @@ async def test_guest_inherits_no_descriptors(bench: Bench) -> None:
     finally:
         for descriptor in kept:
             os.close(descriptor)
+
+
+async def test_guest_has_a_share_of_what_is_counted_per_user(bench: Bench) -> None:
+    """Compare it with the limits of this process, which its owner's programs have."""
+    shares = {kind: (most, most) for kind, most in user_limits().items()}
+    ask = f"{sys.executable} -c 'import resource; print({{kind: resource.getrlimit(kind) for kind in {[*shares]}}})'"
+    guest = await bench.shell(f"{ask}; {LOOP}")
+    await bench.until_logged("\n")
+    assert bench.log == f"{shares}\n" and await said_in_session(guest, ask) == f"{shares}\n" and shares
+
+
+def test_guest_leaves_its_user_watches_of_files() -> None:
+    """Take all that a namespace of an ordinary user gives, as that user."""
+    own = Path("/proc/sys/user/max_inotify_instances")
+    if not own.exists():
+        pytest.skip("this kernel counts them otherwise")
+    run = (
+        f"import ctypes, sys; sys.path.insert(0, {str(ROOT)!r}); from mesh.execution.process import guest_init\n"
+        "assert guest_init.enter_namespaces(True) == 'namespaces', 'no namespaces'\n"
+        "libc, count = ctypes.CDLL(None), 0\n"
+        "while libc.inotify_init() >= 0: count += 1\n"
+        "print(count)"
+    )
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
+    command = ["/usr/bin/python3", "-I", "-S", "-c", run]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", **user)  # type: ignore[call-overload]
+    if "no namespaces" in done.stderr:
+        pytest.skip("this kernel gives users no namespaces")
+    assert done.stdout == f"{int(own.read_text()) // USER_SHARE}\n", done
 
 
 async def test_no_signal_is_ignored(bench: Bench) -> None:

@@ -123,7 +123,7 @@ def test_podman_gets_gpus_by_cdi(tmp_path: Path) -> None:
 
 
 def test_container_makes_no_core_dumps() -> None:
-    (limit,) = arguments(LAUNCH, "node", "none", Traits())["ulimits"]
+    limit, *_ = arguments(LAUNCH, "node", "none", Traits())["ulimits"]
     assert limit == {"Name": "core", "Soft": core_limit(), "Hard": core_limit()}
     assert "ulimits" not in arguments(LAUNCH, "node", "none", Traits("Podman"))
 

@@ -7,6 +7,7 @@ privileged containers.
 """
 
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.engine import CKPT, CTL, INSIDE, NO_GPUS, OUT, WORK, Launch, contract_env
 from mesh.execution.secret_files import VARIABLES
 from mesh.util import trees
-from mesh.util.processes import core_limit
+from mesh.util.processes import core_limit, user_limits
 
 GUEST_UID = 65_532  # "nonroot" in distroless images; owns nothing on a normal host
 KEEP_ID = (
@@ -28,6 +29,7 @@ KEEP_ID = (
 )
 LIMITED_BY = frozenset({"memory", "pids", "cpu"})  # controllers without which a ceiling would not hold
 LABEL_JOB = "campus-mesh.job"
+ULIMITS = {resource.RLIMIT_SIGPENDING: "sigpending", resource.RLIMIT_MSGQUEUE: "msgqueue"}
 TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}  # in memory, counted as the guest's
 INITS = {"Docker": ("docker-init",), "Podman": ("catatonit",)}
 INIT_PATH = "/usr/libexec/docker:/usr/libexec/podman"
@@ -101,7 +103,8 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits, path: str
         "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the only copy
     }
     if traits.name != "Podman":  # which sets other limits with it, and may not be allowed those (4.3: open files)
-        chosen["ulimits"] = [docker.types.Ulimit(name="core", soft=core_limit(), hard=core_limit())]
+        limits = {"core": core_limit(), **{ULIMITS[kind]: most for kind, most in user_limits().items()}}
+        chosen["ulimits"] = [docker.types.Ulimit(name=name, soft=most, hard=most) for name, most in limits.items()]
     if launch.memory_mib is not None:
         chosen |= {"mem_limit": launch.memory_mib << 20, "memswap_limit": launch.memory_mib << 20}
     if launch.cpus is not None:

@@ -27,7 +27,7 @@ from mesh.execution import guest_network
 from mesh.execution.process import confinement, sandbox, session_agent
 from mesh.execution.process.guest_cgroup import GuestGroup
 from mesh.util.boottime import Alarm, boot_s
-from mesh.util.processes import children_of, descendants_of, stands_still
+from mesh.util.processes import USER_SHARE, children_of, descendants_of, stands_still
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -35,6 +35,9 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 PR_SET_CHILD_SUBREAPER = 36
+
+# Limits of user namespaces: what is in one also counts for the user of the one above (namespaces(7)).
+WATCHES = ("max_inotify_instances", "max_inotify_watches", "max_fanotify_groups", "max_fanotify_marks")
 
 STOP_LOOKS, STOP_LOOK_S = 1000, 0.001  # checks until all are stopped; it takes a few (own choice)
 
@@ -89,16 +92,34 @@ def enter_namespaces(wanted: bool, cut_off: bool = False) -> str:
         flags |= CLONE_NEWNET
     if uid != 0:
         flags |= CLONE_NEWUSER
+    shares = watch_shares()
     if libc.unshare(flags) != 0:
         return "session"
     if uid != 0:
         for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
                 file.write(line)
+        limit_watches(shares)
     libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
     if cut_off:
         raise_loopback()
     return "namespaces"
+
+
+def watch_shares() -> dict[str, int]:
+    """Return a guest's share of the watches of files that its user may have, by the file of the limit."""
+    found = {}
+    for name in WATCHES:
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/sys/user/{name}") as file:  # noqa: PTH123
+            found[name] = max(1, int(file.read()) // USER_SHARE)
+    return found
+
+
+def limit_watches(shares: dict[str, int]) -> None:
+    """Limit this user namespace, to which these files then belong. They cannot be written where /proc/sys is read-only."""
+    for name, most in shares.items():
+        with contextlib.suppress(OSError), open(f"/proc/sys/user/{name}", "w") as file:  # noqa: PTH123
+            file.write(str(most))
 
 
 def raise_loopback() -> None:

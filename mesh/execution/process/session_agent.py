@@ -22,7 +22,7 @@ from typing import Any
 
 from mesh.execution.process import confinement
 from mesh.execution.session_framing import TooLong, Unframer, framed
-from mesh.util.processes import no_core_dumps
+from mesh.util.processes import keep_to_user_limits, no_core_dumps
 
 INPUT, OUTPUT, ERRORS, CONTROL = 0, 1, 2, 3  # as in mesh.rpc.frames, which needs more than the standard library
 PIECE_BYTES, MAX_FRAME_BYTES = 32 * 1024, 256 * 1024
@@ -312,6 +312,7 @@ def become_command(order: Spec, spec: Spec, stdio: tuple[int, int, int]) -> None
         confinement.drop_capabilities()
         reset_signals()
         no_core_dumps()
+        keep_to_user_limits()
         if spec["memory_mib"]:
             limit = spec["memory_mib"] << 20
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
