@@ -21,10 +21,8 @@ def test_disk_rate_is_asked_of_engines_that_can_limit_it(tmp_path: Path, monkeyp
     disk = Disk("8:0", "/dev/sda")
     monkeypatch.setattr("mesh.execution.docker.hardening.disk_of", lambda path: disk)
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("true", disk_bps=1 << 20)
-    assert arguments(launch, "node", "none", Traits())["device_read_bps"] == [{"Path": disk.path, "Rate": 1 << 20}]
-    assert "device_read_bps" not in arguments(launch, "node", "none", Traits(disk_rate=False)), (
-        "crun would start nothing"
-    )
+    assert arguments(launch, {}, "none", Traits())["device_read_bps"] == [{"Path": disk.path, "Rate": 1 << 20}]
+    assert "device_read_bps" not in arguments(launch, {}, "none", Traits(disk_rate=False)), "crun would start nothing"
 
 
 @pytest.mark.parametrize("userns", ["", KEEP_ID])
@@ -33,7 +31,7 @@ def test_mapping_of_users_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     client = docker.DockerClient(base_url=f"unix://{tmp_path}/none", version="1.41")
     monkeypatch.setattr(client.api, "create_container", lambda **made: asked.update(made) or {"Id": "c" * 64})
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("true", memory_mib=64)
-    made = Unseen(client).create("sha256:1", userns, **arguments(launch, "node", "none", Traits(userns=userns)))
+    made = Unseen(client).create("sha256:1", userns, **arguments(launch, {}, "none", Traits(userns=userns)))
     assert made.id == "c" * 64 and asked["image"] == "sha256:1" and asked["user"] != "0:0"
     assert asked["host_config"].get("UsernsMode", "") == userns and asked["host_config"]["Memory"] == 64 << 20
 

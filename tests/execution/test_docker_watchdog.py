@@ -295,16 +295,18 @@ async def test_engine_restart_kills_no_guest(tmp_path: Path, own_dockerd: Docker
 @pytest.mark.dockerd
 def test_networks_are_removed_with_containers(own_dockerd: Dockerd) -> None:
     with client_of(own_dockerd.host) as client:
-        for node in ("mine", "another's"):
-            network = client.networks.create(f"m{node}", labels={watchdog.LABEL_NODE: node})
+        for run in ("mine", "the next daemon's"):
+            labels = {watchdog.LABEL_NODE: "node", watchdog.LABEL_RUN: run}
+            network = client.networks.create(f"m{run.split()[0]}", labels=labels)
             client.api.create_container(
                 import_busybox(),
                 "true",
-                labels={watchdog.LABEL_NODE: node},
+                labels=labels,
                 host_config=client.api.create_host_config(network_mode=network.name),
             )
         watchdog.remove_containers(own_dockerd.host.removeprefix("unix://"), "mine")
-        assert not client.networks.list(names=["mmine"]) and client.networks.list(names=["manother's"])
-        assert [found.labels[watchdog.LABEL_NODE] for found in client.containers.list(all=True)] == ["another's"]
-        watchdog.remove_containers(own_dockerd.host.removeprefix("unix://"), "another's")
+        assert not client.networks.list(names=["mmine"]) and client.networks.list(names=["mthe"])
+        left = [found.labels[watchdog.LABEL_RUN] for found in client.containers.list(all=True)]
+        assert left == ["the next daemon's"], "a slow watchdog removes only what its own daemon started"
+        watchdog.remove_containers(own_dockerd.host.removeprefix("unix://"), "the next daemon's")
         assert not client.containers.list(all=True)

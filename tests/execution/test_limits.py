@@ -109,7 +109,7 @@ def test_cdi_devices_are_found() -> None:
 def test_nvidia_runtime_learns_of_gpus_once(tmp_path: Path, listed: tuple[str, ...], visible: str) -> None:
     gpus = (Portion("GPU-aa", 100, 1024), Portion("GPU-bb", 100, 1024))
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("true", env={"NVIDIA_VISIBLE_DEVICES": "all"}, gpus=gpus)
-    chosen = arguments(launch, "node", "none", Traits(cdi=frozenset(CDI_KIND + uuid for uuid in listed)))
+    chosen = arguments(launch, {}, "none", Traits(cdi=frozenset(CDI_KIND + uuid for uuid in listed)))
     assert chosen["environment"]["NVIDIA_VISIBLE_DEVICES"] == visible
     (request,) = chosen["device_requests"]
     assert [name.removeprefix(CDI_KIND) for name in request["DeviceIDs"]] == ["GPU-aa", "GPU-bb"]
@@ -118,28 +118,28 @@ def test_nvidia_runtime_learns_of_gpus_once(tmp_path: Path, listed: tuple[str, .
 def test_podman_gets_gpus_by_cdi(tmp_path: Path) -> None:
     """Podman 5.8 lists no devices, takes them by CDI, and ignores other requests."""
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("true", gpus=(Portion("GPU-aa", 100, 1024),))
-    (request,) = arguments(launch, "node", "none", Traits("Podman"))["device_requests"]
+    (request,) = arguments(launch, {}, "none", Traits("Podman"))["device_requests"]
     assert request["Driver"] == "cdi" and request["DeviceIDs"] == ["nvidia.com/gpu=GPU-aa"]
 
 
 def test_container_makes_no_core_dumps() -> None:
-    limit, *_ = arguments(LAUNCH, "node", "none", Traits())["ulimits"]
+    limit, *_ = arguments(LAUNCH, {}, "none", Traits())["ulimits"]
     assert limit == {"Name": "core", "Soft": core_limit(), "Hard": core_limit()}
-    assert "ulimits" not in arguments(LAUNCH, "node", "none", Traits("Podman"))
+    assert "ulimits" not in arguments(LAUNCH, {}, "none", Traits("Podman"))
 
 
 def test_container_has_its_environment_first_and_cannot_write_it(tmp_path: Path) -> None:
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("python", environment="/made/env")
-    bare = arguments(LAUNCH, "node", "none", Traits())
+    bare = arguments(LAUNCH, {}, "none", Traits())
     assert bare["mounts"] == [] and not {"PATH", "PYTHONPATH", "VIRTUAL_ENV"} & set(bare["environment"])
-    chosen = arguments(launch, "node", "none", Traits(), "/opt/bin:/bin")
+    chosen = arguments(launch, {}, "none", Traits(), "/opt/bin:/bin")
     (mount,) = chosen["mounts"]
     assert (mount["Source"], mount["Target"], mount["ReadOnly"]) == ("/made/env", "/mesh/env", True)
     assert chosen["environment"]["PATH"] == "/mesh/env/bin:/opt/bin:/bin"
     assert chosen["environment"]["VIRTUAL_ENV"] == "/mesh/env"
     assert chosen["environment"]["PYTHONPATH"] == chosen["environment"]["PYTHONHOME"] == "", "not those of the image"
     own = msgspec.structs.replace(launch, env={"PATH": "/mine", "PYTHONPATH": "src"})
-    environment = arguments(own, "node", "none", Traits())["environment"]
+    environment = arguments(own, {}, "none", Traits())["environment"]
     assert environment["PATH"] == "/mesh/env/bin:/mine" and environment["PYTHONPATH"] == "src"
 
 

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 class Bridges:
     """The bridges of one node. Calls block. `edge` can cut a bridge off in the kernel (docs/explanation/edge.md)."""
 
-    def __init__(self, firewall: Firewall, node: str, edge: Edge | None = None) -> None:
-        self._firewall, self._node, self._edge = firewall, node, edge
+    def __init__(self, firewall: Firewall, labels: dict[str, str], edge: Edge | None = None) -> None:
+        self._firewall, self._labels, self._edge = firewall, labels, edge
 
     @property
     def words(self) -> str:
@@ -50,7 +50,7 @@ class Bridges:
             "com.docker.network.enable_ipv6": "false",  # the rules are IPv4's; from Docker 27 on daemon.json may say otherwise
         }
         try:
-            client.networks.create(name, driver="bridge", options=options, labels={LABEL_NODE: self._node})
+            client.networks.create(name, driver="bridge", options=options, labels=self._labels)
         except (docker.errors.APIError, requests.RequestException) as error:
             self._firewall.open(name)
             raise EngineError(f"Docker could not make a network for it: {error}") from error
@@ -82,5 +82,5 @@ class Bridges:
         self._firewall.repair()
 
     def sweep(self, client: Any) -> None:
-        sweep_networks(client, self._node, self._firewall.bridges)
+        sweep_networks(client, self._labels[LABEL_NODE], self._firewall.bridges)
         self._firewall.sweep()

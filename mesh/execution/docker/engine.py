@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,7 @@ from mesh.execution.docker.hardening import (
 from mesh.execution.docker.session import DockerSession, open_docker_session
 from mesh.execution.docker.socket import EngineSocket, NoContainer, Output, why_silent
 from mesh.execution.docker.sweep import sweep_containers
-from mesh.execution.docker.watchdog import DOUBT_S, Watchdog
+from mesh.execution.docker.watchdog import DOUBT_S, LABEL_NODE, LABEL_RUN, Watchdog
 from mesh.execution.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
 from mesh.execution.guest_network import listen_in
 from mesh.execution.guest_registry import GuestEntry, boot_id
@@ -111,9 +112,9 @@ class DockerEngine:
         `policy`: the network addresses that containers may reach; `edge`: the switch that cuts them off; `system`: whether the
         owner allows system checkpoints.
         """
-        self._node = node
+        self._labels = {LABEL_NODE: node, LABEL_RUN: secrets.token_hex(8)}
         self._switch, self._own_switch = switch or KillSwitch(), switch is None
-        self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), node, edge)
+        self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), self._labels, edge)
         self._traits = Traits()
         self._probe, self.system = Probe(system), SystemCheckpoints()
         self._client: Any = None
@@ -161,7 +162,7 @@ class DockerEngine:
         if self._socket is None:
             self._socket = EngineSocket(path)
         if self._watchdog is None:
-            self._watchdog = await Watchdog.start(path, self._node, self._switch.register)
+            self._watchdog = await Watchdog.start(path, self._labels[LABEL_RUN], self._switch.register)
         self._answers = True
 
     async def start(self, launch: Launch) -> Guest:
@@ -259,7 +260,7 @@ class DockerEngine:
         network = Network(self._bridges.make(self._client)) if gate is None else Network("none", gate)
         try:
             path = PATH if launch.environment is None else self._path_of(image)
-            chosen = arguments(launch, self._node, network.name, self._traits, path)
+            chosen = arguments(launch, self._labels, network.name, self._traits, path)
             container = Unseen(self._client).create(image, self._traits.userns, **chosen)
             self._live.add(container.id)
             return container, network
@@ -346,7 +347,7 @@ class DockerEngine:
 
     def _sweep(self) -> None:
         """Remove what a crashed daemon of this node left; containers of this run stay."""
-        sweep_containers(self._client, self._node, frozenset(self._live))
+        sweep_containers(self._client, self._labels[LABEL_NODE], frozenset(self._live))
         self._bridges.sweep(self._client)
 
     async def _call(self, work: Callable[[], T]) -> T:

@@ -17,7 +17,6 @@ import msgspec
 
 from cuda_guard.guard import Mount
 from mesh.execution.disk_usage import disk_of
-from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.engine import CKPT, CTL, INSIDE, NO_GPUS, OUT, WORK, Launch, contract_env
 from mesh.execution.secret_files import VARIABLES
 from mesh.util import trees
@@ -58,7 +57,7 @@ class Traits(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def arguments(launch: Launch, node: str, network: str, traits: Traits, path: str = PATH) -> dict[str, Any]:
+def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Traits, path: str = PATH) -> dict[str, Any]:
     """Return the arguments of the SDK's `containers.create`.
 
     `network`: the container's own bridge, or "none". `path`: the PATH of its image.
@@ -88,7 +87,7 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits, path: str
             docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
             for mount in (*launch.injection.mounts, *shown)
         ],
-        "labels": {LABEL_NODE: node, LABEL_JOB: launch.job},
+        "labels": {**labels, LABEL_JOB: launch.job},
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
         "privileged": False,

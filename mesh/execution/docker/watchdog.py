@@ -31,6 +31,7 @@ from mesh.util.boottime import Alarm, boot_s
 from mesh.util.isolated import isolated
 
 LABEL_NODE = "campus-mesh.node"
+LABEL_RUN = "campus-mesh.run"  # of one daemon: a watchdog that is slow must not remove what the next daemon has started
 AGAIN_S = 1.0  # until the engine is asked again
 PING_S = 0.5  # timeout of a ping, which takes 1 ms (own choice)
 CALL_S = 1.0  # timeout of a pause, which takes 30 ms (own choice)
@@ -47,18 +48,18 @@ class Watchdog:
     When the process ends, another is started and gets the leases of all containers. Until then there is a `problem`.
     """
 
-    def __init__(self, docker_socket: str, node: str, register: GuestRegistry | None) -> None:
+    def __init__(self, docker_socket: str, run: str, register: GuestRegistry | None) -> None:
         self.freeze_lock = FreezeLock()
-        self._arguments = (docker_socket, node, str(register.directory) if register is not None else "")
+        self._arguments = (docker_socket, run, str(register.directory) if register is not None else "")
         self._process: asyncio.subprocess.Process
         self._keeper: asyncio.Task[None]
         self._daemon_end = -1
         self._until: dict[str, float] = {}  # by container
 
     @classmethod
-    async def start(cls, docker_socket: str, node: str, register: GuestRegistry | None) -> "Watchdog":
+    async def start(cls, docker_socket: str, run: str, register: GuestRegistry | None) -> "Watchdog":
         """Return a watchdog that runs. OSError if no process can be started."""
-        watchdog = cls(docker_socket, node, register)
+        watchdog = cls(docker_socket, run, register)
         try:
             await watchdog._spawn()
         except BaseException:
@@ -250,19 +251,19 @@ def end_guests(register: GuestRegistry) -> None:
     run(entry for entry in entries.values() if entry.container)
 
 
-def remove_containers(docker_socket: str, node: str) -> None:
-    """Remove all containers of this node, running or not, and then their networks."""
-    filters = urllib.parse.quote(json.dumps({"label": [f"{LABEL_NODE}={node}"]}))
+def remove_containers(docker_socket: str, run: str) -> None:
+    """Remove all containers of this run of a daemon, running or not, and then their networks."""
+    filters = urllib.parse.quote(json.dumps({"label": [f"{LABEL_RUN}={run}"]}))
     for container in json.loads(_call(docker_socket, "GET", f"/containers/json?all=1&filters={filters}")[1]):
         _call(docker_socket, "DELETE", f"/containers/{container['Id']}?force=1")
     for network in json.loads(_call(docker_socket, "GET", f"/networks?filters={filters}")[1]):
         _call(docker_socket, "DELETE", f"/networks/{network['Id']}")
 
 
-def remove_when_it_answers(docker_socket: str, node: str) -> None:
+def remove_when_it_answers(docker_socket: str, run: str) -> None:
     for _ in range(TRIES):
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-            remove_containers(docker_socket, node)
+            remove_containers(docker_socket, run)
             return
         time.sleep(AGAIN_S)
 
@@ -278,7 +279,7 @@ def _call(docker_socket: str, method: str, path: str, timeout_s: float = 10.0) -
 
 
 def main() -> None:
-    descriptor, docker_socket, node = int(sys.argv[1]), *sys.argv[2:4]
+    descriptor, docker_socket, of_run = int(sys.argv[1]), *sys.argv[2:4]
     register = GuestRegistry(Path(sys.argv[4])) if sys.argv[4] else None
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
@@ -292,7 +293,7 @@ def main() -> None:
             if not heard:
                 if register is not None:
                     end_guests(register)
-                remove_when_it_answers(docker_socket, node)
+                remove_when_it_answers(docker_socket, of_run)
                 return
             leases.read(heard)
         leases.enforce()
