@@ -14,7 +14,7 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     refused_floor_s: a suspicion with two refused connections ends this long after the second one; a restarting daemon has
         this time to refute.
     lag_s: a timer that fires later than this shows that this node itself stood still; it then accuses nobody.
-    accuser_credit, accuser_window_s: an accuser that was refuted this often within the window cannot confirm suspicions.
+    accuser_credit, accuser_window_s: an accuser that was refuted this often within the window is ignored.
     gossip_interval_s, gossip_fanout: rumours go to this many members each interval.
     retransmit_multiplier: a rumour is sent multiplier * ceil(log10(n + 1)) times (memberlist).
     settle_s: if every root received for this long differs from ours, one of those peers is reconciled with; until then

@@ -59,8 +59,10 @@ from membership.wire import (
     MAX_EPOCH,
     MAX_EVIDENCE_BYTES,
     Ack,
+    Alive,
     AnyEvidence,
     AnyPacket,
+    Left,
     WireError,
     decode_evidence,
     decode_packet,
@@ -71,7 +73,7 @@ GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
 UNKNOWN_RECONCILE_S = 0.5  # minimum interval of push-pulls caused by unknown nodes (own choice)
 MANY_ITEMS = 4  # new items in one push-pull; so many mean that the mesh is still forming, not a lost rumour
 MAX_UNKNOWN = 512  # unknown nodes whose evidence is kept until their certificate arrives
-RECENT = 8192  # packets and pieces of evidence remembered
+RECENT = 8192  # packets remembered
 REMEMBERED = 4 * MAX_SECTIONS  # versions of own sections, most of them expired: 172 bytes each
 TOLD_EVERY_S = 60.0  # that sections of this node are not published (own choice)
 TRUST_TTL_S = 29 * 86_400.0  # longer than any other section, so that every section can be verified
@@ -127,7 +129,6 @@ class Core:
         self._versions: dict[str, int] = {}  # in the order of publication
         self._tell_at = 0.0
         self._packets = Recent(RECENT)
-        self._evidence = Recent(RECENT)
         self._unknown: OrderedDict[NodeId, list[bytes]] = OrderedDict()
         self._buckets = TokenBuckets(config.source_packets_s)
         self.paths = Paths()
@@ -467,7 +468,6 @@ class Core:
 
     def _expel(self, node: NodeId) -> list[Record]:
         dropped = self.records.drop(node)
-        self._evidence = Recent(RECENT)  # what was seen about it counts anew if it is admitted again
         self._perform(self.swim.expel(node))
         self._perform([RecordChanged(record.node, record.section) for record in dropped])
         return dropped
@@ -539,14 +539,11 @@ class Core:
         own = self.records.get(self.me, older.section, self._clock.unix())
         return None if node != self.me or own is None else replace(own, not_after_unix=older.not_after_unix + 1)
 
-    def _apply_evidence(self, sealed: bytes, rumoured: bool) -> bool:
-        """Apply evidence; False if it cannot be verified."""
+    def _apply_evidence(self, sealed: bytes, rumoured: bool) -> None:
         verified = self._verify(sealed)
-        if verified is None:
-            return False
-        self._perform(self.swim.on_evidence(*verified, self._clock.boot(), rumoured=rumoured))
-        self._follow_epoch()
-        return True
+        if verified is not None:
+            self._perform(self.swim.on_evidence(*verified, self._clock.boot(), rumoured=rumoured))
+            self._follow_epoch()
 
     def _verify(self, sealed: bytes) -> Verified | None:
         """Return evidence whose author and subject are members, or that is about this node; None (counted) for anything else."""
@@ -560,8 +557,9 @@ class Core:
             self.counters["refused_unsigned"] += 1
             return None
         unix = self._clock.unix()
-        if evidence.epoch > unix * 1000 + EPOCH_AHEAD_MS:
-            self.counters["refused_implausible"] += 1  # its subject could not refute with a higher epoch
+        # An accusation counts only for an announcement. Its subject, whose clock may be behind, refutes what others accept.
+        if isinstance(evidence, Alive | Left) and evidence.epoch > unix * 1000 + EPOCH_AHEAD_MS:
+            self.counters["refused_implausible"] += 1
             return None
         # Whoever sent an accusation of this node believes it, so it is refuted even if its author is no member any more.
         for node in (author, evidence.node) if evidence.node != self.me else (self.me,):
@@ -586,8 +584,9 @@ class Core:
         for sealed in records:
             self._apply_record(sealed, rumoured=False)
         for sealed in evidence:
-            if sealed not in self._evidence and self._apply_evidence(sealed, rumoured=False):
-                self._evidence.seen_before(sealed)
+            author = self.swim.table.get(sealed[1:33])
+            if author is None or sealed != author.alive_sealed:  # push-pulls repeat announcements, verified before
+                self._apply_evidence(sealed, rumoured=False)
 
     def _admit(self, sender: NodeId, chain: bytes) -> None:
         if self.trust.admit_chain(chain, self._clock.unix()).node_id != sender:

@@ -86,7 +86,7 @@ class Suspicion:
 
 
 class AccuserCredit:
-    """Reputation of accusers: one whose accusations were often refuted lately can start a suspicion but not confirm one."""
+    """Reputation of accusers: one whose accusations were often refuted lately is not believed."""
 
     def __init__(self, config: SwimConfig) -> None:
         self._limit, self._window_s = config.accuser_credit, config.accuser_window_s

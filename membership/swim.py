@@ -299,17 +299,32 @@ class Swim:
         """
         if evidence.node == self.node:
             return [*self._on_own_evidence(evidence, now), *self._schedule_gossip(now)]
-        suspicion = self._suspicions.get(evidence.node)
-        if isinstance(evidence, Suspect) and suspicion is not None:
-            member = self.table.get(evidence.node)
-            if (
-                member is not None
-                and (evidence.epoch, evidence.incarnation) == (member.epoch, member.incarnation)
-                and self._credit.believed(author, now)
-                and suspicion.confirm(author, now, evidence.refused)
-            ):
-                self.rumours.add("member", evidence.node + author, sealed)
-                return [*self._watch(evidence.node, suspicion, now), *self._schedule_gossip(now)]
+        if isinstance(evidence, Suspect | Dead):
+            return self._on_accusation(author, evidence, sealed, now)
+        return self._apply(author, evidence, sealed, now, rumoured)
+
+    def _on_accusation(self, author: bytes, accusation: Suspect | Dead, sealed: bytes, now: float) -> list[Effect]:
+        """Begin or confirm a suspicion. A verdict of another node does no more: each node's own suspicion has to run out.
+
+        An accusation counts only for what its subject has announced last, so that the subject knows how to refute it.
+        """
+        member = self.table.get(accusation.node)
+        if member is None or (accusation.epoch, accusation.incarnation) != (member.epoch, member.incarnation):
+            return []
+        if author != self.node and not self._credit.believed(author, now):
+            return []
+        refused = isinstance(accusation, Suspect) and accusation.refused
+        suspicion = self._suspicions.get(member.node)
+        if suspicion is None:
+            return self._apply(author, Suspect(member.node, member.epoch, member.incarnation, refused), sealed, now)
+        if not suspicion.confirm(author, now, refused):
+            return []
+        self.rumours.add("member", member.node + author, sealed)
+        return [*self._watch(member.node, suspicion, now), *self._schedule_gossip(now)]
+
+    def _apply(
+        self, author: bytes, evidence: AnyEvidence, sealed: bytes, now: float, rumoured: bool = True
+    ) -> list[Effect]:
         change = self.table.apply(evidence, sealed, now)
         if change is None:
             return []
@@ -356,13 +371,10 @@ class Swim:
         It carries the accusation if the member is suspect or dead, so that it can refute. If the source differs from the
         member's announced address, it carries that announcement: a second machine may have the member's key.
         """
-        accusation: Gossip = ()
-        if member.state in {"suspect", "dead"} and member.verdict_sealed is not None:
-            accusation = (("member", member.verdict_sealed),)
         if source is None or source == (member.host, member.port):
-            return self._send(member, self._ack(ping.nonce, accusation))
+            return self._send(member, self._ack(ping.nonce, _accusation(member)))
         # No rumours to an unsigned address: that would allow amplification attacks.
-        answer = self._ack(ping.nonce, (*accusation, ("member", member.alive_sealed)))
+        answer = self._ack(ping.nonce, _accusation(member) or (("member", member.alive_sealed),))
         return SendPacket(member.node, source[0], source[1], answer)
 
     # --- timers
@@ -407,10 +419,8 @@ class Swim:
         if target is None:
             return effects
         self._probe = Probe(target.node, self._nonce())
-        gossip: Gossip = ()
-        if target.state == "suspect" and target.verdict_sealed is not None:
-            gossip = (("member", target.verdict_sealed),)  # Lifeguard's buddy system: the suspect can refute at once
-        ping = Ping(nonce=self._probe.nonce, root=self.root(), gossip=gossip)
+        # Lifeguard's buddy system: a suspect can refute at once.
+        ping = Ping(nonce=self._probe.nonce, root=self.root(), gossip=_accusation(target))
         return [
             *effects,
             self._send(target, ping),
@@ -487,12 +497,13 @@ class Swim:
                 younger = self._clones.started_before(evidence.boot)
                 return [Cloned(evidence.host, evidence.port, younger), *effects]
             return effects
-        if (evidence.epoch, evidence.incarnation) < (self._epoch, self._incarnation) or self.left:
+        # Nobody holds another accusation: it would count only for an announcement, and whoever holds a newer one shows it.
+        if (evidence.epoch, evidence.incarnation) != (self._epoch, self._incarnation) or self.left:
             return []
         self.health.degrade()
-        if evidence.epoch > self._epoch or evidence.incarnation + 1 >= MAX_INCARNATION:
-            return self.outbid(evidence.epoch + 1, now)
-        self._incarnation = evidence.incarnation + 1
+        if self._incarnation + 1 >= MAX_INCARNATION:
+            return self.outbid(self._epoch + 1, now)
+        self._incarnation += 1
         self._announce(now)
         return []
 
@@ -562,7 +573,7 @@ class Swim:
         if now < suspicion.deadline:
             return self._watch(node, suspicion, now)
         verdict = Dead(node=node, epoch=member.epoch, incarnation=member.incarnation)
-        return self.on_evidence(self.node, verdict, self._seal(verdict), now)
+        return self._apply(self.node, verdict, self._seal(verdict), now)
 
     def _reconcile_with_one(self, members: list[Member], unless_equal: bool, now: float) -> list[Effect]:
         if not members:
@@ -661,6 +672,13 @@ class Swim:
 def _used(gossip: Gossip) -> int:
     """Return how many bytes a packet with this gossip takes at most."""
     return PACKET_OVERHEAD + sum(len(sealed) + ITEM_OVERHEAD for _, sealed in gossip)
+
+
+def _accusation(member: Member) -> Gossip:
+    """Return the accusation of a suspect or dead member, after the announcement that it names; nothing of others."""
+    if member.state not in {"suspect", "dead"} or member.verdict_sealed is None:
+        return ()
+    return (("member", member.alive_sealed), ("member", member.verdict_sealed))
 
 
 def _suspicion_timer(node: bytes) -> str:

@@ -13,7 +13,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
     `broken_calls` is the share of calls between checkpoint stores that end half-way or get no answer, while gossip passes.
     Every `brought_again_s`, to the end of the run, members bring the submissions of all unfinished jobs once more; 0: never.
     `wrong_clock_s` is the error of the last node's wall clock. Others may reject that node, but it must do no harm.
-    `gentle` runs have only packet loss and stalls; no healthy node may be declared dead in them (M12).
+    `gentle` runs have only packet loss, stalls and false accusations; no healthy node may be declared dead in them (M12).
     """
 
     loss: float = 0.0
@@ -50,6 +50,7 @@ INCIDENTS = (
     "mass restart",
     "revoke",
 )
+LIES = ("false accusation",)
 
 
 def draw_faults(seed: int, minutes: float) -> FaultPlan:
@@ -60,6 +61,7 @@ def draw_faults(seed: int, minutes: float) -> FaultPlan:
     def maybe(high: float) -> float:
         return rng.uniform(0, high) if rng.random() < 0.5 else 0.0
 
+    lies = LIES if Random(f"accuse/{seed}").random() < 0.5 else ()
     if rng.random() < 0.3:
         # Lifeguard's claim: loss, and stalls of fewer than a quarter of the nodes, cause no false deaths.
         return FaultPlan(
@@ -68,7 +70,7 @@ def draw_faults(seed: int, minutes: float) -> FaultPlan:
             reorder=maybe(0.2),
             drift=maybe(0.01),
             offset_s=maybe(100.0),
-            incidents=("stall",),
+            incidents=("stall", *lies),
             incident_every_s=rng.uniform(5, 20),
             gentle=True,
             until_s=until_s,
@@ -84,7 +86,7 @@ def draw_faults(seed: int, minutes: float) -> FaultPlan:
         offset_s=maybe(100.0),
         wrong_clock_s=rng.choice([-1, 1]) * rng.uniform(1, 20) * 86_400 if rng.random() < 0.2 else 0.0,
         drift=maybe(0.01),
-        incidents=tuple(incident for incident in INCIDENTS if rng.random() < 0.5),
+        incidents=(*(incident for incident in INCIDENTS if rng.random() < 0.5), *lies),
         incident_every_s=rng.uniform(10, 90),
         until_s=until_s,
     )

@@ -35,6 +35,7 @@ from membership.reconcile import FrameError
 from membership.snapshot import next_epoch
 from membership.trust import TrustError
 from membership.trust import make_revocation as sign_revocation
+from membership.wire import Dead, Rumours, Suspect
 from sim.kernel import EventLog, Kernel, Streams
 from sim.protocol.fakes import UNIX, CachedTrust, ChecksumSealer, corrupt, members
 from sim.protocol.faults import FaultPlan, draw_faults
@@ -688,11 +689,24 @@ class MembershipWorld:
                 for node in up:
                     kernel.after(rng.uniform(0.0, 3.0), self._crash_if_up, node)
                     kernel.after(rng.uniform(4.0, 30.0), self._restart, node, "")
+            case "false accusation":
+                self._accuse_falsely(victim, rng.choice(up), rng)
             case "revoke":
                 root = self.nodes[0]
                 others = [node for node in up if node is not root]
                 if root.up and not root.stalled and sum(node.revoked for node in self.nodes) < 2:
                     self.revoke(rng.choice(others))
+
+    def _accuse_falsely(self, liar: MembershipNode, subject: MembershipNode, rng: Random) -> None:
+        """Have a member tell three others that another one is suspect or dead, perhaps in a life that it never announced."""
+        held = liar.core.swim.table.get(subject.id)
+        if held is None or liar is subject:
+            return
+        kind, later = rng.choice([Suspect, Dead]), rng.choice([(0, 0), (0, 0), (0, 1), (3_600_000, 0)])
+        lie = kind(subject.id, held.epoch + later[0], held.incarnation + later[1])
+        rumour = Rumours(liar.core.nonce(), liar.core.swim.root(), (("member", liar.core._seal_evidence(lie)),))
+        told = [node for node in rng.sample(self.nodes, 3) if node is not liar]
+        liar.perform([SendPacket(node.id, *node.address, rumour) for node in told])
 
     def revoke(self, outcast: MembershipNode) -> bytes:
         """Have the founder revoke a node, and return the statement."""

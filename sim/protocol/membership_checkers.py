@@ -23,7 +23,7 @@ EVIDENCE_KEPT = 3000
 class OwnStatements(Checker):
     """M1: every epoch, incarnation and departure that a node holds of a member was announced by that member itself.
 
-    Found by: accusers that raise the incarnation of others.
+    Found by: accusations that count though they name what their subject never announced.
     """
 
     name = "M1"
@@ -191,7 +191,7 @@ class HostilePackets(Checker):
 class NoFalseDeath(Checker):
     """M12: with packet loss and fewer than a quarter of the nodes stalled, no healthy node declares a healthy node dead.
 
-    Found by: membership without Lifeguard's local health and confirmations.
+    Found by: membership without Lifeguard's local health and confirmations; verdicts of others that are believed.
     """
 
     name = "M12"

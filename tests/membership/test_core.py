@@ -55,6 +55,7 @@ from membership.wire import (
     Alive,
     AnyPacket,
     Dead,
+    Left,
     Nack,
     Ping,
     PingRequest,
@@ -367,7 +368,7 @@ def test_accusation_of_a_node_that_was_revoked_since_is_refuted() -> None:
     root.core.publish_statement(make_revocation(ROOT, root.core.trust, bob.identity.node_id, "", NOW))
     meet(root, ann)
     meet(root, cyd)
-    assert ann.core.swim.table.get(cyd.identity.node_id).state == "dead"  # type: ignore[union-attr]
+    assert ann.core.swim.table.get(cyd.identity.node_id).state == "suspect"  # type: ignore[union-attr]
     talk(cyd, ann, cyd.core.push_pull())
     talk(cyd, ann, cyd.core.push_pull())
     assert ann.core.swim.table.get(cyd.identity.node_id).state == "alive"  # type: ignore[union-attr]
@@ -524,25 +525,77 @@ def test_departure_is_reported_once() -> None:
     assert [effect.state for effect in ann.asked_for(MemberChanged)] == ["left"]  # type: ignore[attr-defined]
 
 
-def test_subject_can_refute_any_accepted_evidence() -> None:
+@pytest.mark.parametrize("behind_s", [0, 3600, 200 * 86_400])
+def test_subject_can_refute_any_accepted_evidence(behind_s: int) -> None:
+    """Also with a clock that is behind those of the others, so that its own epoch is far ahead of it."""
+    epoch = int(NOW * 1000)
+    ann, bob, cyd = CoreNode("ann", epoch), CoreNode("bob", epoch), CoreNode("cyd", epoch)
+    meet(ann, bob, cyd)
+    ann.unix = lambda: NOW - behind_s  # type: ignore[method-assign]
+    me, limit = ann.identity.node_id, epoch + EPOCH_AHEAD_MS
+    named = [
+        (2**61, 0),
+        (1, MAX_INCARNATION - 1),
+        (limit, MAX_INCARNATION - 1),
+        (limit - 1000, 0),
+        (epoch, 1),
+        (epoch, 0),
+    ]
+    for number, lie in enumerate(kind(me, *said) for said in named for kind in (Suspect, Dead)):
+        packet = Rumours(200 + number, bytes(8), (("member", bob.core._seal_evidence(lie)),))
+        for node in (cyd, ann):
+            node.core.on_datagram(bob.core.seal_packet(node.identity.node_id, packet), (bob.host, 7373))
+        refutation = Rumours(300 + number, bytes(8), (("member", ann.core.swim.table.get(me).alive_sealed),))  # type: ignore[union-attr]
+        cyd.core.on_datagram(ann.core.seal_packet(cyd.identity.node_id, refutation), (ann.host, 7373))
+        member = cyd.core.swim.table.get(me)
+        assert member is not None and member.state == "alive", lie
+    assert ann.core.swim.epoch == epoch and not ann.asked_for(PersistEpoch), "no lie costs a write to the disk"
+
+
+def test_announcement_of_an_epoch_far_ahead_is_refused() -> None:
+    """It would outlive the certificates of the node, as nothing that its next runs announce is newer."""
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    for number, kind in enumerate((Alive, Left)):
+        epoch = int(NOW * 1000) + EPOCH_AHEAD_MS + 1
+        rest = (bob.host, 7373, False) if kind is Alive else ()
+        word = bob.core._seal_evidence(kind(bob.identity.node_id, epoch, 0, *rest))
+        packet = Rumours(number, bytes(8), (("member", word),))
+        ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), (bob.host, 7373))
+    assert ann.core.counters["refused_implausible"] == 2
+    assert ann.core.swim.table.get(bob.identity.node_id).epoch == 1  # type: ignore[union-attr]
+
+
+def test_accusation_that_comes_before_what_it_names_counts_when_both_come() -> None:
     ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
     meet(ann, bob, cyd)
-    limit = int(NOW * 1000) + EPOCH_AHEAD_MS
-    lies = [
-        Dead(ann.identity.node_id, 2**61, 0),
-        Dead(ann.identity.node_id, 1, MAX_INCARNATION - 1),
-        Dead(ann.identity.node_id, limit, MAX_INCARNATION - 1),
-    ]
-    for number, lie in enumerate(lies):
-        packet = Rumours(200 + number, bytes(8), (("member", bob.core._seal_evidence(lie)),))
-        for node in (ann, cyd):
-            node.core.on_datagram(bob.core.seal_packet(node.identity.node_id, packet), (bob.host, 7373))
-        for node in (ann, cyd):
-            node.now += 1.0
-        meet(ann, cyd)
-        member = cyd.core.swim.table.get(ann.identity.node_id)
-        assert member is not None and member.state == "alive", lie
-    assert cyd.core.counters["refused_implausible"] == 1
+    bob.core.swim.set_draining(True, 0.0)
+    meet(bob, cyd)
+    subject = bob.identity.node_id
+    accusation = cyd.core._seal_evidence(Suspect(subject, 1, 1))
+    cyd.core._apply_evidence(accusation, rumoured=True)
+    ann.core._apply_delta([], [accusation])
+    assert ann.core.swim.table.get(subject).order == (1, 0, 0)  # type: ignore[union-attr]
+    talk(ann, cyd, ann.core.push_pull())
+    assert ann.core.swim.table.get(subject).order == (1, 1, 1)  # type: ignore[union-attr]
+
+
+def test_restarted_node_with_a_lower_epoch_refutes_an_accusation_of_its_earlier_run() -> None:
+    """Its disk was lost and its clock is behind: the answer to its ping shows it what it announced then."""
+    ann, bob, now = CoreNode("ann", 9), CoreNode("bob"), CoreNode("ann", 5)
+    meet(ann, bob)
+    accusation = bob.core._seal_evidence(Suspect(ann.identity.node_id, 9, 0))
+    bob.core._apply_evidence(accusation, rumoured=True)
+    now.core.trust.admit_chain(bob.core.chain, NOW)
+    now.core._apply_evidence(bob.core._seal_evidence(Alive(bob.identity.node_id, 1, 0, bob.host, 7373, False)), False)
+    bob.effects.clear()
+    ping = now.core.seal_packet(bob.identity.node_id, Ping(1, bytes(8), ()))
+    bob.core.on_datagram(ping, (ann.host, 7373))
+    (ack,) = (effect for effect in bob.effects if isinstance(effect, SendPacket) and isinstance(effect.packet, Ack))
+    now.core.on_datagram(bob.core.seal_packet(ack.to, ack.packet), (bob.host, 7373))
+    assert now.core.swim.epoch == 10
+    talk(now, bob, now.core.push_pull())
+    assert bob.core.swim.table.get(ann.identity.node_id).order == (10, 0, 0)  # type: ignore[union-attr]
 
 
 def test_epoch_of_a_clock_years_ahead_is_ignored() -> None:

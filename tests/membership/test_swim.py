@@ -8,12 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.config import SwimConfig
-from membership.effects import Cloned, Effect, MemberChanged, SendPacket, SetTimer, StreamPing, WantReconcile
+from membership.effects import (
+    Cloned,
+    Effect,
+    MemberChanged,
+    PersistEpoch,
+    SendPacket,
+    SetTimer,
+    StreamPing,
+    WantReconcile,
+)
 from membership.envelope import ADDRESSED_OVERHEAD
 from membership.rumours import MAX_MISFITS, RumourQueue
 from membership.suspicion import Suspicion
 from membership.swim import Swim
 from membership.wire import (
+    MAX_INCARNATION,
     Ack,
     Alive,
     AnyEvidence,
@@ -113,12 +123,20 @@ def test_ack_with_another_nonce_is_ignored() -> None:
     assert (PEER, "suspect") in changes(fire(swim, "probe", 2.0))
 
 
-def test_own_suspicion_is_refuted_with_a_higher_incarnation() -> None:
-    swim = core(PEER)
-    accusation = Suspect(ME, 1, 4)
-    swim.on_evidence(PEER, accusation, sealed(accusation), 1.0)
-    me = swim.table.get(ME)
-    assert me is not None and me.state == "alive" and me.incarnation == 5
+@pytest.mark.parametrize("subject", [ME, PEER], ids=["oneself", "another"])
+@pytest.mark.parametrize("named", [(1, 4), (7, 0), (7, MAX_INCARNATION - 1)])
+@pytest.mark.parametrize("kind", [Suspect, Dead])
+def test_accusation_of_what_its_subject_never_announced_has_no_effect(
+    subject: bytes, named: tuple[int, int], kind: type
+) -> None:
+    """Each refutation of one with a new epoch would be a write to the disk, and nobody could refute one with a far epoch."""
+    swim = core(PEER, THIRD)
+    while swim.rumours.take(1400, 3):
+        pass
+    before = swim.table.get(subject), swim.health.score
+    accusation = kind(subject, *named)
+    assert not [e for e in swim.on_evidence(THIRD, accusation, sealed(accusation), 1.0) if not isinstance(e, SetTimer)]
+    assert (swim.table.get(subject), swim.health.score) == before and not len(swim.rumours)
 
 
 def test_accused_node_trusts_its_own_probes_less() -> None:
@@ -133,7 +151,7 @@ def test_accused_node_trusts_its_own_probes_less() -> None:
 def test_node_that_has_left_refutes_nothing() -> None:
     swim = core(PEER)
     swim.leave(1.0)
-    accusation = Suspect(ME, 1, 5)
+    accusation = Suspect(ME, 1, 0)
     assert swim.on_evidence(PEER, accusation, sealed(accusation), 2.0) == []
     me = swim.table.get(ME)
     assert me is None or me.state == "left"
@@ -149,13 +167,21 @@ def test_accusation_of_the_present_incarnation_is_refuted(kind: type) -> None:
     assert (me.epoch, me.incarnation) == (1, 1)
 
 
+def test_last_incarnation_is_refuted_in_a_new_epoch() -> None:
+    swim = core(PEER)
+    swim._incarnation = MAX_INCARNATION - 1
+    accusation = Suspect(ME, 1, MAX_INCARNATION - 1)
+    assert PersistEpoch(2) in swim.on_evidence(PEER, accusation, sealed(accusation), 1.0)
+    assert swim.table.get(ME).order == (2, 0, 0)  # type: ignore[union-attr]
+
+
 @given(st.integers(0, 5), st.integers(0, 50), st.sampled_from([Suspect, Dead]))
 def test_node_never_considers_itself_dead(epoch: int, incarnation: int, kind: type) -> None:
     swim = core(PEER)
     swim.on_evidence(PEER, kind(ME, epoch, incarnation), b"", 1.0)
     me = swim.table.get(ME)
     assert me is not None and me.state == "alive"
-    assert epoch > 5 or (me.epoch, me.incarnation) > (epoch, incarnation) or epoch < 1 or (epoch, incarnation) < (1, 0)
+    assert (me.epoch, me.incarnation) == ((1, 1) if (epoch, incarnation) == (1, 0) else (1, 0))
 
 
 def test_stale_timer_is_ignored() -> None:
@@ -165,12 +191,12 @@ def test_stale_timer_is_ignored() -> None:
     assert swim.on_timer("probe", token, 1.1) == []
 
 
-def test_suspect_receives_the_accusation_with_the_next_ping() -> None:
+def test_suspect_receives_the_accusation_and_what_it_names_with_the_next_ping() -> None:
     swim = core(PEER)
     accusation = Suspect(PEER, 1, 0)
     swim.on_evidence(THIRD, accusation, sealed(accusation), 1.0)
     (ping,) = packets(fire(swim, "probe", 2.0), Ping)
-    assert ("member", sealed(accusation)) in ping.packet.gossip
+    assert ping.packet.gossip[:2] == (("member", sealed(alive(PEER))), ("member", sealed(accusation)))
 
 
 def test_only_alive_members_relay_and_only_their_own_nacks_count() -> None:
@@ -363,19 +389,39 @@ def test_suspended_node_accuses_no_other_node() -> None:
     assert swim.on_lag(CONFIG.lag_s / 2, 40.0) == [] and swim.health.score == 2, "a small delay is no lag"
 
 
-def test_repeated_false_accuser_cannot_confirm() -> None:
-    many = [bytes([n]) * 32 for n in range(2, 40)]
-    swim = core(*many)
-    for number in range(CONFIG.accuser_credit):
-        accusation = Suspect(PEER, 1, number)
-        swim.on_evidence(THIRD, accusation, sealed(accusation), float(number))
+def test_verdict_of_another_node_is_one_more_accusation() -> None:
+    """Its author may lie or be cut off, and a death moves the jobs of a node."""
+    swim = core(PEER, THIRD, FOURTH)
+    verdict = Dead(PEER, 1, 0)
+    assert changes(swim.on_evidence(THIRD, verdict, sealed(verdict), 1.0)) == [(PEER, "suspect")]
+    assert swim.on_evidence(THIRD, verdict, sealed(verdict), 1.1) == [], "an accuser counts once"
+    effects = swim.on_evidence(FOURTH, verdict, sealed(verdict), 1.2)
+    assert changes(effects) == [(PEER, "unreachable")]
+    (timer,) = [e for e in effects if isinstance(e, SetTimer) and e.name.startswith("suspect")]
+    assert changes(swim.on_timer(timer.name, timer.token, timer.at)) == [(PEER, "dead")]
+
+
+@pytest.mark.parametrize("kind", [Suspect, Dead])
+def test_repeated_false_accuser_is_ignored(kind: type) -> None:
+    swim = core(PEER, THIRD, FOURTH)
+    for number in range(CONFIG.accuser_credit + 1):
+        lie = kind(PEER, 1, number)
+        told = changes(swim.on_evidence(THIRD, lie, sealed(lie), float(number)))
+        assert told == ([(PEER, "suspect")] if number < CONFIG.accuser_credit else [])
         refutation = alive(PEER, incarnation=number + 1)
         swim.on_evidence(PEER, refutation, sealed(refutation), number + 0.5)
-    honest = Suspect(PEER, 1, CONFIG.accuser_credit)
-    swim.on_evidence(FOURTH, honest, sealed(honest), 20.0)
-    assert swim.on_evidence(THIRD, honest, sealed(honest), 20.1) == [], "the false accuser cannot confirm"
-    confirmed = swim.on_evidence(many[5], honest, sealed(honest), 20.2)
-    assert [e for e in confirmed if isinstance(e, SetTimer)], "other accusers can"
+    honest, later = Suspect(PEER, 1, CONFIG.accuser_credit + 1), CONFIG.accuser_window_s + 20.0
+    assert changes(swim.on_evidence(FOURTH, honest, sealed(honest), 20.0)) == [(PEER, "suspect")]
+    assert changes(swim.on_evidence(THIRD, honest, sealed(honest), later)) == [(PEER, "unreachable")], "it counts again"
+
+
+def test_own_accusation_counts_however_often_earlier_ones_were_refuted() -> None:
+    """In a mesh of two nobody else finds out that the other one has crashed."""
+    swim = core(PEER)
+    for number in range(CONFIG.accuser_credit + 1):
+        assert changes(swim.on_stream_ping(PEER, "refused", float(number)))[0] == (PEER, "suspect")
+        refutation = alive(PEER, incarnation=number + 1)
+        swim.on_evidence(PEER, refutation, sealed(refutation), number + 0.5)
 
 
 @given(st.binary(max_size=200))
@@ -406,12 +452,14 @@ def test_second_accuser_makes_a_suspect_unreachable_and_its_refutation_alive() -
 
 def test_ping_of_a_member_held_dead_is_acked_with_the_accusation() -> None:
     swim = core(PEER, THIRD)
-    verdict = Dead(PEER, 1, 0)
-    swim.on_evidence(THIRD, verdict, sealed(verdict), 1.0)
+    effects = swim.on_stream_ping(PEER, "refused", 1.0)
+    while swim.table.get(PEER).state != "dead":  # type: ignore[union-attr]
+        (timer,) = [e for e in effects if isinstance(e, SetTimer) and e.name.startswith("suspect")]
+        effects = swim.on_timer(timer.name, timer.token, timer.at)
     while swim.rumours.take(1400, 3):
         pass  # it is no news any more
-    (ack,) = packets(swim.on_packet(PEER, Ping(7, b"root", ()), [], 2.0), Ack)
-    assert ("member", sealed(verdict)) in ack.packet.gossip
+    (ack,) = packets(swim.on_packet(PEER, Ping(7, b"root", ()), [], 90.0), Ack)
+    assert ack.packet.gossip == (("member", sealed(alive(PEER))), ("member", sealed(Dead(PEER, 1, 0))))
 
 
 def test_earlier_run_is_outbid_once_and_a_clone_is_detected() -> None:

@@ -37,6 +37,7 @@ from sim.protocol.faults import (
     GOSSIP_INCIDENTS,
     INCIDENTS,
     JOB_INCIDENTS,
+    LIES,
     STORE_INCIDENTS,
     FaultPlan,
     MeshPlan,
@@ -110,7 +111,7 @@ def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch, played:
 def test_every_fault_is_drawn_by_some_seed() -> None:
     plans = [draw_job_faults(seed, 10.0) for seed in range(DRAWN)]
     drawn = Counter(incident for faults in plans for incident in faults.incidents)
-    known = {*INCIDENTS, *JOB_INCIDENTS, *CLOCK_INCIDENTS, *DISK_INCIDENTS, *STORE_INCIDENTS, *GOSSIP_INCIDENTS}
+    known = {*INCIDENTS, *LIES, *JOB_INCIDENTS, *CLOCK_INCIDENTS, *DISK_INCIDENTS, *STORE_INCIDENTS, *GOSSIP_INCIDENTS}
     assert set(drawn) == known
     assert min(drawn.values()) >= DRAWN // 8 and DRAWN // 3 < sum(plan.broken_calls > 0 for plan in plans) < DRAWN
     meshes = [draw_mesh(seed) for seed in range(DRAWN)]

@@ -19,6 +19,7 @@ from membership.probe import LocalHealth
 from membership.records import Record, RecordTable
 from membership.suspicion import Suspicion
 from membership.swim import Swim
+from membership.wire import Dead
 from sim.protocol.faults import FaultPlan, draw_faults
 from sim.protocol.membership import MembershipWorld, Violation
 from sim.protocol.membership_checkers import all_checkers
@@ -59,7 +60,7 @@ def test_every_fault_is_drawn_by_some_seed() -> None:
     for name in ("loss", "duplicate", "reorder", "replay", "garbage", "slow", "offset_s", "drift"):
         assert sum(getattr(faults, name) > 0 for faults in plans) >= count // 6, name
     drawn = {incident for faults in plans for incident in faults.incidents}
-    assert len(drawn) == 13 and sum(faults.gentle for faults in plans) >= count // 6
+    assert len(drawn) == 14 and sum(faults.gentle for faults in plans) >= count // 6
 
 
 def test_one_seed_gives_one_digest_in_any_process() -> None:
@@ -81,7 +82,7 @@ def harsh(seed: int, **changes: Any) -> MembershipWorld:
     faults = FaultPlan(
         loss=0.2,
         replay=0.02,
-        incidents=("crash", "wipe", "stall", "suspend", "partition", "revoke", "power cut"),
+        incidents=("crash", "wipe", "stall", "suspend", "partition", "revoke", "power cut", "false accusation"),
         incident_every_s=15.0,
         until_s=300.0,
     )
@@ -114,14 +115,22 @@ class TestNegativeControls:
         monkeypatch.setattr(Swim, "_announce", stuck)
         assert found(harsh).startswith("M4")
 
-    def test_accusers_that_raise_the_incarnation_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = Swim._accuse
-
-        def inventive(self: Swim, member: Any, now: float, refused: bool) -> list[Effect]:
-            return real(self, msgspec.structs.replace(member, incarnation=member.incarnation + 1), now, refused)
-
-        monkeypatch.setattr(Swim, "_accuse", inventive)
+    def test_accusations_of_what_nobody_announced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            Swim, "_on_accusation", lambda self, author, word, sealed, now: self._apply(author, word, sealed, now)
+        )
         assert found(harsh).startswith("M1")
+
+    def test_verdicts_of_others_that_are_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Swim._on_accusation
+
+        def trusting(self: Swim, author: bytes, word: Any, sealed: bytes, now: float) -> list[Effect]:
+            if isinstance(word, Dead):
+                return self._apply(author, word, sealed, now)
+            return real(self, author, word, sealed, now)
+
+        monkeypatch.setattr(Swim, "_on_accusation", trusting)
+        assert found(lambda seed: harsh(seed, incidents=("false accusation",), gentle=True)).startswith("M12")
 
     @pytest.mark.slow
     def test_missing_reconciliation_with_the_dead(self, monkeypatch: pytest.MonkeyPatch) -> None:
