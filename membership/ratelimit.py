@@ -1,9 +1,10 @@
 """Rate limits by network address: token buckets for incoming packets, and a minimum interval between push-pulls."""
 
+from collections import OrderedDict
+
 BURST_S = 8.0  # a full bucket holds the tokens of this many seconds
 MAX_SOURCES = 4096
 MAX_ADDRESSES = 4096
-INTERVAL_KEPT_S = 60.0
 
 
 class TokenBuckets:
@@ -40,17 +41,21 @@ class TokenBuckets:
 
 
 class MinimumInterval:
-    """At most one event per address and interval, whichever caller asks."""
+    """At most one event per address and interval, whichever caller asks; the last MAX_ADDRESSES of them are remembered."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._last: dict[tuple[str, int], float] = {}
+        self._last: OrderedDict[tuple[str, int], float] = OrderedDict()  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._last)
 
     def allow(self, address: tuple[str, int], now: float) -> bool:
         """Return True, and start the next interval, if the last one is over."""
         if now - self._last.get(address, -1e9) < self._interval_s:
             return False
         self._last[address] = now
+        self._last.move_to_end(address)
         if len(self._last) > MAX_ADDRESSES:
-            self._last = {address: at for address, at in self._last.items() if now - at < INTERVAL_KEPT_S}
+            self._last.popitem(last=False)
         return True

@@ -233,9 +233,9 @@ class Swim:
 
         The ports of a host that unsigned packets name count as one address.
         """
-        if not self._reconcile_limit.allow((host, port), now):
-            return []
         if unproven and not self._unproven_limit.allow((address_group(host), 0), now):
+            return []
+        if not self._reconcile_limit.allow((host, port), now):
             return []
         return [WantReconcile(node, host, port, unless_equal, unproven)]
 

@@ -414,6 +414,7 @@ def test_packets_of_unknown_senders_at_one_host_want_one_push_pull() -> None:
     for port in range(1, 101):
         ann.core.on_datagram(b"\x01" + port.to_bytes(8, "big") + bytes(200), ("10.0.0.66", port))
     assert ann.asked_for(WantReconcile) == [WantReconcile(b"", "10.0.0.66", 1, False, unproven=True)]
+    assert len(ann.core.swim._reconcile_limit) == 1, "its other ports take no place of a member"
     ann.now = SwimConfig.lan().reconcile_pause_s
     ann.core.on_datagram(b"\x01" + bytes(208), ("10.0.0.66", 101))
     assert len(ann.asked_for(WantReconcile)) == 2
