@@ -12,7 +12,8 @@ from membership.malformed import MALFORMED
 from membership.records import Digest
 
 FRAME_LIMIT = 4 * 1024 * 1024  # a digest of 4096 nodes with 16 sections each
-DELTA_BYTES = 1024 * 1024  # the rest follows in the next exchange
+DELTA_BYTES = 1024 * 1024  # of records; the rest follows in the next exchange
+MAX_EVIDENCE = 4096  # in a frame: an announcement and an accusation of each of 2000 members
 STRANGER_FRAME_BYTES = (
     8 * 1024
 )  # of a stranger, decoded before its chain is verified: more than any chain has (own choice)
@@ -126,6 +127,10 @@ def decode_frame(payload: bytes) -> AnyFrame:
         frame = _decoder.decode(payload)
     except MALFORMED as error:
         raise FrameError(f"not a push-pull frame: {error}") from error
+    if isinstance(frame, Reply | Delta) and (
+        sum(map(len, frame.records)) > DELTA_BYTES or len(frame.evidence) > MAX_EVIDENCE
+    ):
+        raise FrameError("more than a push-pull brings")
     if isinstance(frame, ReachMe) and not is_endpoint(frame.host, frame.port):
         raise FrameError("impossible address")
     return frame

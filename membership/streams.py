@@ -207,6 +207,10 @@ class Streams:
         try:
             frame = next(exchange)
             while True:
+                if frame is None:
+                    await asyncio.sleep(0)
+                    frame = next(exchange)
+                    continue
                 await self._write(writer, frame)
                 frame = exchange.send(self._core.open_frame(await read()))
         except StopIteration as end:

@@ -46,6 +46,7 @@ UPKEEP_S = 10.0
 AUDIT_S = 30.0
 REPLAYABLE = 64  # packets of each node that may be replayed
 STREAM_TIMEOUT_S = 5.0
+TURN_S = 0.002  # in which a node applies a part of a frame
 RECEIVED_KEPT = 400  # received packets of each node, which the checker of M11 replays
 
 
@@ -391,7 +392,10 @@ class Exchange:
             self._break()
             return
         self.generators[side] = exchange
-        self._carry(side, me.core.seal_frame(frame))
+        if frame is None:
+            self.world.kernel.post(TURN_S, self._arrive, side, None, me)
+        else:
+            self._carry(side, me.core.seal_frame(frame))
 
     def _carry(self, side: int, data: bytes) -> None:
         me, other = self.ends[side], self.ends[1 - side]
@@ -399,7 +403,8 @@ class Exchange:
         delay = me._network.uniform(0.0005, 0.01) + len(data) / 1e8
         self.world.kernel.post(delay, self._arrive, 1 - side, data, other)
 
-    def _arrive(self, side: int, data: bytes, node: MembershipNode) -> None:
+    def _arrive(self, side: int, data: bytes | None, node: MembershipNode) -> None:
+        """Let one side go on with what the other has sent, or with what it was about (None)."""
         world = self.world
         alive = all(end.up and end.life == life for end, life in zip(self.ends, self.lives, strict=True))
         linked = world.link(*self.ends) and world.link(*reversed(self.ends))
@@ -410,6 +415,10 @@ class Exchange:
             world.kernel.at(node.stalled_until, self._arrive, side, data, node)
             return
         exchange = self.generators[side]
+        if data is None:
+            if exchange is not None:
+                self._resume(side, exchange, None)
+            return
         try:
             sender, frame = node.core.open_frame(data)
             if exchange is None and side == 1:

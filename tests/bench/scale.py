@@ -180,7 +180,10 @@ class Teller:
         """Take up what the fleet says."""
         records = list(fleet.records(jobs))
         self.told = len(records)
-        self.node._core._apply_delta(records, list(fleet.evidence()))
+        for sealed in records:
+            self.node._core._apply_record(sealed, rumoured=False)
+        for sealed in fleet.evidence():
+            self.node._core._apply_evidence(sealed, rumoured=False)
 
     def exchange(self) -> None:
         """Reconcile with the daemon: the next exchange would be with any node of the fleet, and none answers."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.config import SwimConfig
-from membership.core import MAX_UNKNOWN, Core, StreamExchange
+from membership.core import ITEMS_S, MAX_ITEMS, MAX_UNKNOWN, SLICE, Core, StreamExchange
 from membership.effects import (
     Effect,
     KeepChain,
@@ -24,6 +24,9 @@ from membership.effects import (
 from membership.envelope import EnvelopeError, MeshSealer
 from membership.identity import Identity
 from membership.reconcile import (
+    DELTA_BYTES,
+    MAX_EVIDENCE,
+    AnyFrame,
     Delta,
     Differs,
     Done,
@@ -112,24 +115,32 @@ class CoreNode:
         return self.core.swim.table.get(other.identity.node_id) is not None
 
 
+def resume(exchange: StreamExchange, heard: tuple[bytes, AnyFrame] | None = None) -> AnyFrame:
+    """Return the next frame of one side, after the turns that it leaves to other work."""
+    frame = next(exchange) if heard is None else exchange.send(heard)
+    while frame is None:
+        frame = next(exchange)
+    return frame
+
+
 def talk(one: CoreNode, other: CoreNode, exchange: StreamExchange) -> None:
     """Run an exchange of `one` with `other`, frame by frame, over sealed bytes."""
     answering: StreamExchange | None = None
     try:
-        frame = next(exchange)
+        frame = resume(exchange)
         while True:
             heard = other.core.open_frame(one.core.seal_frame(frame))
             try:
                 if answering is None:
                     answering = other.core.answer(*heard)
-                    reply = next(answering)
+                    reply = resume(answering)
                 else:
-                    reply = answering.send(heard)
+                    reply = resume(answering, heard)
             except StopIteration as end:
                 if end.value is None:
                     return
                 reply = end.value
-            frame = exchange.send(one.core.open_frame(other.core.seal_frame(reply)))
+            frame = resume(exchange, one.core.open_frame(other.core.seal_frame(reply)))
     except StopIteration:
         return
 
@@ -219,9 +230,9 @@ def test_evidence_is_bounded_so_that_an_ack_with_two_pieces_fits_into_a_packet()
     for name, size, refused in (("larger", MAX_EVIDENCE_BYTES + 1, 1), ("largest", MAX_EVIDENCE_BYTES, 1)):
         word = padded(bob, statement, size)
         assert len(word) == size
-        ann.core._apply_delta([], [word])
+        ann.core._apply_evidence(word, rumoured=False)
         assert ann.core.counters["refused_implausible"] == refused, name
-    ann.core._apply_delta([], [accusation])
+    ann.core._apply_evidence(accusation, rumoured=False)
     member = ann.core.swim.table.get(me)
     assert member is not None and (member.alive_sealed, member.verdict_sealed) == (word, accusation)
     ann.effects.clear()
@@ -575,7 +586,7 @@ def test_accusation_that_comes_before_what_it_names_counts_when_both_come() -> N
     subject = bob.identity.node_id
     accusation = cyd.core._seal_evidence(Suspect(subject, 1, 1))
     cyd.core._apply_evidence(accusation, rumoured=True)
-    ann.core._apply_delta([], [accusation])
+    list(ann.core._apply_delta(cyd.identity.node_id, Delta(1, 1, [], [accusation])))
     assert ann.core.swim.table.get(subject).order == (1, 0, 0)  # type: ignore[union-attr]
     talk(ann, cyd, ann.core.push_pull())
     assert ann.core.swim.table.get(subject).order == (1, 1, 1)  # type: ignore[union-attr]
@@ -693,6 +704,70 @@ def test_certificate_of_another_user_is_never_published_as_its_own() -> None:
     renamed = admitted(ROOT, GENESIS, ROOT_CHAIN, me, "ann", User("ann2", me, int(NOW) + 1), NOW + 1)
     ann.core.publish_chain(renamed)
     assert ann.core.chain == renamed
+
+
+def pushed(
+    sender: CoreNode, receiver: CoreNode, records: list[bytes], evidence: list[bytes]
+) -> tuple[StreamExchange, tuple[bytes, AnyFrame]]:
+    """Return the receiver's side of a push-pull that the sender began, and the delta that it hears next."""
+    answering = receiver.core.answer(sender.identity.node_id, Hello(1, sender.core.chain, [], []))
+    reply = resume(answering)
+    delta = Delta(2, reply.nonce, records, evidence)
+    return answering, receiver.core.open_frame(sender.core.seal_frame(delta))
+
+
+def test_large_frame_is_applied_in_turns_with_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full one took three seconds at a stretch, and the others declared its receiver dead."""
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    applied: list[bytes] = []
+    for name in ("_apply_record", "_apply_evidence"):
+        monkeypatch.setattr(ann.core, name, lambda sealed, rumoured: applied.append(sealed))
+    items = [b"r%03d" % number for number in range(500)], [b"e%03d" % number for number in range(500)]
+    answering, heard = pushed(bob, ann, *items)
+    frame = answering.send(heard)
+    while frame is None:
+        before = len(applied)
+        with contextlib.suppress(StopIteration):
+            frame = next(answering)
+        if len(applied) == before:
+            break
+        assert len(applied) - before <= SLICE
+    assert applied == items[0] + items[1]
+
+
+def test_items_of_a_member_are_bounded() -> None:
+    ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
+    meet(ann, bob, cyd)
+    ann.now = 60.0
+    frames = iter(range(10))
+    with pytest.raises(FrameError, match="too much"):
+        for _ in frames:
+            answering, heard = pushed(bob, ann, [], [b"e" * 100] * MAX_EVIDENCE)
+            with contextlib.suppress(StopIteration):
+                resume(answering, heard)
+    assert next(frames) == MAX_ITEMS // MAX_EVIDENCE + 1 and ann.core.counters["refused_flood"] == 1
+    for sender, after_s in ((bob, 2 * SLICE / ITEMS_S), (cyd, 0.0)):
+        ann.now += after_s
+        answering, heard = pushed(sender, ann, [], [b"e" * 100] * SLICE)
+        assert answering.send(heard) is None, "it goes on at a low rate, and another member does at once"
+
+
+@pytest.mark.parametrize(("records", "evidence"), [([bytes(DELTA_BYTES), b"x"], []), ([], [b""] * (MAX_EVIDENCE + 1))])
+def test_frame_with_more_than_a_push_pull_brings_is_refused(records: list[bytes], evidence: list[bytes]) -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    for frame in (Delta(1, 2, records, evidence), Reply(1, 2, bob.core.chain, [], [], records, evidence)):
+        with pytest.raises(FrameError, match="more than a push-pull"):
+            ann.core.open_frame(bob.core.seal_frame(frame))
+
+
+def test_packet_over_tcp_is_no_larger_than_over_udp() -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    rumours = (("member", b"x" * 100),) * 20
+    data = bob.core._sealer.seal_to(ann.identity.node_id, encode(Rumours(1, bytes(8), rumours)))  # type: ignore[arg-type]
+    assert ann.core.on_stream_packet(data, bob.host) is None and ann.core.counters["refused_unsigned"] == 1
 
 
 def test_large_frame_of_a_stranger_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,14 @@ from membership import node as node_module
 from membership import streams
 from membership.admission import request_join
 from membership.config import SwimConfig
+from membership.core import SLICE
 from membership.discovery import MdnsConfig
 from membership.effects import KeepChain, KeepRevocations, PersistEpoch, SendPacket, SetTimer, WantReconcile
 from membership.envelope import seal, seal_to
 from membership.framing import read_frame, write_frame
 from membership.identity import Identity
 from membership.node import MAX_RECONCILES, MAX_UNPROVEN, MembershipNode, PortInUse, SystemClock
-from membership.reconcile import Greeting, Hello, ReachMe, encode_frame
+from membership.reconcile import Delta, Greeting, Hello, ReachMe, encode_frame
 from membership.snapshot import RevocationFile, SnapshotFile
 from membership.streams import MAX_SERVED, MAX_SERVED_PER_HOST
 from membership.trust import (
@@ -35,7 +36,7 @@ from membership.trust import (
     parse_invite,
     prove_invite,
 )
-from membership.wire import Left, Ping, encode
+from membership.wire import Left, Ping, Suspect, encode
 from tests.chains import admitted
 
 LOOPBACK = "127.0.0.1"
@@ -386,6 +387,38 @@ async def test_few_bytes_of_a_stranger_are_read(
     await until(lambda: all(alive(n) == 4 for n in mesh.nodes), "all to see all")
     left = node._streams._buckets._buckets[LOOPBACK][0]
     assert left == 64 * 1024, "what members send does not count"
+
+
+async def test_node_does_other_work_while_it_applies_a_large_frame(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member's frame of accusations of the receiver wrote its epoch to the disk for each, and stopped it for minutes."""
+    await mesh.start(2)
+    node, liar = mesh.nodes
+    epoch, turns, turn_of = node._core.swim.epoch, 0, list[int]()
+    apply = node._core._apply_evidence
+
+    def counted(sealed: bytes, rumoured: bool) -> None:
+        turn_of.append(turns)
+        apply(sealed, rumoured)
+
+    async def other_work() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    lies = [Suspect(node.identity.node_id, epoch + number, number) for number in range(1000)]
+    evidence = [seal(liar.identity, node.trust.mesh_id, "member", encode(lie)) for lie in lies]
+    reader, writer = await asyncio.open_connection(LOOPBACK, node.port)
+    await write_frame(writer, liar._core.seal_frame(Hello(1, liar.chain, [], [])))
+    _, reply = liar._core.open_frame(await read_frame(reader))
+    monkeypatch.setattr(node._core, "_apply_evidence", counted)
+    working = asyncio.create_task(other_work())
+    await write_frame(writer, liar._core.seal_frame(Delta(2, reply.nonce, [], evidence)))
+    await read_frame(reader)
+    working.cancel()
+    writer.close()
+    assert len(turn_of) >= 1000 and len(set(turn_of)) >= 1000 // SLICE
+    assert node._core.swim.epoch == epoch, "nothing was written to the disk"
 
 
 async def test_streams_of_strangers_keep_nobody_out(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
