@@ -103,10 +103,12 @@ async def test_guest_and_sessions_die_with_their_watcher(bench: Bench) -> None:
         assert await session.receive() == Data(OUTPUT, b"in\n")
     (agent,) = [process_of(pid) for pid in await guest.pids() if f"9{mark}" in command_of(pid)]
     first, watcher = min(await guest.pids()), watcher_of(await guest.pids())
+    groups = [path for path in guest._groups if path.exists()]  # type: ignore[attr-defined]
     head, agents = process_of(first), [process_of(pid) for pid in children_of(watcher)]
     os.kill(watcher, signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
         await guest.wait()
+    assert not any(path.exists() for path in groups), "the daemon removes them in its place"
     everything = [process for process in (head, agent, *agents) if process is not None]
     await asyncio.to_thread(wait_until, lambda: not any(map(lives, everything)), "the guest's first process to end")
     await asyncio.to_thread(wait_until, lambda: not processes_with(mark), "the guest to end")

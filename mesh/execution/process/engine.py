@@ -389,6 +389,7 @@ class ProcessGuest:
             self._errors = await watcher.ended()
             if not reported:  # the watcher was killed, perhaps by its guest
                 await self._switch.kill_and_wait(self._key)
+                await apart(lambda: cgroups.remove_groups(tuple(map(str, self._groups))), "its groups")
             fault = await asyncio.to_thread(self._switch.remove, self._key)
             if not self._exit.done():
                 self._exit.set_result(Exit(code=code, oom=oom, fault=fault))
