@@ -12,7 +12,7 @@ import click
 
 from mesh.api.client import Client
 from mesh.cli.job_options import job_settings
-from mesh.cli.jobs import exit_code, follow_log, raw_option, submit_job
+from mesh.cli.jobs import exit_code, follow_log, goes_on, raw_option, submit_job
 from mesh.cli.names import JOB
 from mesh.cli.output import print_json, say
 from mesh.cli.terminal import DURATION, client, job_path, json_option, layout
@@ -77,6 +77,9 @@ def attach(ctx: click.Context, job: str, raw: bool) -> None:
             err=True,
         )
         ctx.exit(0)
+    except BrokenPipeError:
+        goes_on(name)
+        raise
     state = daemon.get(f"/v1/jobs/{found['job']}")["job"]
     _report(job_text(state))
     ctx.exit(exit_code(state))

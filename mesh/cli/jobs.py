@@ -17,7 +17,7 @@ from mesh.cli.listing import listing, show
 from mesh.cli.names import JOB, NODE
 from mesh.cli.output import Output, confirm, print_json, print_text, say, table
 from mesh.cli.progress import progress, report, waiting_for
-from mesh.cli.terminal import DURATION, ago, client, job_path, json_option, quote
+from mesh.cli.terminal import DURATION, ago, client, input_waits, job_path, json_option, quote
 from mesh.util.byte_text import amount, part
 from mesh.util.duration import lasting, parse_duration
 from mesh.util.errors import ExitCode, MeshError
@@ -118,6 +118,8 @@ def run(
     daemon = client(ctx)
     job = submit_job(daemon, command, options)["job"]
     say(f"job {job[:8]} submitted", err=True)
+    if input_waits():
+        say("mesh: a job has no standard input: put what it reads into a file, or use `mesh exec`", err=True)
     try:
         with job_progress(daemon, job):
             follow_log(daemon, job, raw=raw)
@@ -133,12 +135,20 @@ def run(
             daemon.post(f"/v1/jobs/{job}/cancel")
             say("cancelled", err=True)
         ctx.exit(int(ExitCode.INTERRUPTED))
+    except BrokenPipeError:
+        goes_on(job[:8])
+        raise
     state = daemon.get(f"/v1/jobs/{job}")["job"]
     if out is not None and state["outcome"] is not None:
         with waiting_for("fetching its files"):
             answer = daemon.post(f"/v1/jobs/{job}/pull", {"destination": str(Path(out).resolve())}, timeout_s=3600)
         say(f"{plural(answer['files'], 'file')} in {answer['destination']}", err=True)
     ctx.exit(exit_code(state))
+
+
+def goes_on(job: str) -> None:
+    """Say how to follow a job again whose output nobody reads any more."""
+    say(f"mesh: the job goes on: `mesh logs -f {job}` follows it again, `mesh wait {job}` tells how it ends", err=True)
 
 
 def packing_progress(daemon: Client) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """The `mesh` command: all commands by section, loaded when they are called."""
 
 import gc
+import os
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -142,8 +143,10 @@ class Mesh(LazyGroup):
             say(err=True)
             ctx.exit(int(ExitCode.INTERRUPTED))
         except BrokenPipeError:
-            sys.stderr.close()  # the reader (head, less) has read enough
-            ctx.exit(0)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (1, 2):  # Python would fail to flush them
+                os.dup2(nowhere, stream)
+            ctx.exit(int(ExitCode.READER_GONE))
         except (OSError, UnicodeDecodeError) as error:
             text, code = _file_error(error)
             say(f"mesh: {text}", err=True)

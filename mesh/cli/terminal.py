@@ -1,5 +1,6 @@
 """Shared by all commands: the daemon's client, and types of options."""
 
+import os
 import re
 import time
 from contextlib import nullcontext, suppress
@@ -56,6 +57,19 @@ def engines_option(function: Any) -> Any:
     return click.option("--engine", "engines", multiple=True, type=click.Choice(ENGINES), help="Engines to offer.")(
         function
     )
+
+
+def input_waits() -> bool:
+    """Tell whether standard input is a pipe or a file with data left, without reading it."""
+    from fcntl import ioctl
+    from stat import S_ISFIFO, S_ISREG, S_ISSOCK
+    from termios import FIONREAD
+
+    try:
+        mode = os.fstat(0).st_mode
+        return (S_ISFIFO(mode) or S_ISREG(mode) or S_ISSOCK(mode)) and any(ioctl(0, FIONREAD, bytes(4)))
+    except OSError:
+        return False
 
 
 def ago(unix_ms: float) -> str:

@@ -18,6 +18,7 @@ class ExitCode(IntEnum):
     CANNOT_EXECUTE = 126
     COMMAND_NOT_FOUND = 127
     INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+    READER_GONE = 141  # 128 + SIGPIPE
 
 
 MEANS = {
@@ -34,6 +35,7 @@ MEANS = {
     ExitCode.CANNOT_EXECUTE: "`run`, `wait`, `exec`: the command cannot be executed",
     ExitCode.COMMAND_NOT_FOUND: "`run`, `wait`, `exec`: the command was not found",
     ExitCode.INTERRUPTED: "Ctrl-C",
+    ExitCode.READER_GONE: "nobody reads the output any more (`head`); a job that was followed goes on",
 }
 
 

@@ -14,6 +14,7 @@ from mesh.util.errors import MeshError
 from tests.e2e.commands import (
     PROJECT,
     WAIT_S,
+    command,
     count_digest,
     exact,
     finished,
@@ -237,6 +238,38 @@ def test_first_ctrl_c_leaves_the_job_running(shared: Stack) -> None:
     full = next(row["job"] for row in read(shared.nodes[0], "ps")["jobs"] if row["job"].startswith(job))
     assert process.returncode == 130 and job_state(shared.nodes[0], full)["state"] == "running"
     ok(shared.nodes[0], "cancel", full)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_closed_output_leaves_the_job_running_and_says_so(shared: Stack, attached: bool) -> None:
+    node, program = shared.nodes[0], "while :; do echo x; sleep 0.1; done"
+    order = ["run", "--no-workdir", "--", "sh", "-c", program]
+    if attached:
+        order = ["job", "attach", ok(node, "submit", *order[1:]).strip()]
+    process = start(node, *order)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "x\n"
+    process.stdout.close()
+    heard = process.stderr.read()
+    assert process.wait(WAIT_S) == 141 and "mesh: the job goes on: `mesh logs -f" in heard
+    assert "Traceback" not in heard and "Exception" not in heard
+    short = heard.split("`mesh logs -f ")[1].split("`")[0]
+    (row,) = read(node, "ps", short)["jobs"]
+    assert row["state"] == "running"
+    ok(node, "cancel", row["job"])
+    process.stderr.close()
+
+
+def test_run_warns_of_input_that_no_job_gets(shared: Stack, tmp_path: Path) -> None:
+    warned = "mesh: a job has no standard input"
+    (tmp_path / "input").write_text("hello\n")
+    order, full = command(shared.nodes[0], "run", "--no-workdir", "--", "cat"), subprocess.PIPE
+    for given, expected in ({"input": "hello\n"}, True), ({"input": ""}, False), ({"stdin": subprocess.DEVNULL}, False):
+        done = subprocess.run(order, stdout=full, stderr=full, text=True, timeout=WAIT_S, check=False, **given)
+        assert (done.returncode, done.stdout, warned in done.stderr) == (0, "", expected)
+    with (tmp_path / "input").open() as file:
+        done = subprocess.run(order, stdin=file, stdout=full, stderr=full, text=True, timeout=WAIT_S, check=False)
+    assert warned in done.stderr and done.returncode == 0
 
 
 def test_wait_exits_with_the_first_nonzero_code(shared: Stack) -> None:
