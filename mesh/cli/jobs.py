@@ -432,11 +432,16 @@ def _print_output(pieces: Iterator[bytes], skip: int, raw: bool = False) -> None
 def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
     """End JOBS, or all jobs of arrays. What they have published or saved stays readable.
 
-    Exits with 1 if a job has not ended yet.
+    Each is tried. Exits with 1 if a job has not ended yet, or with the code of the first that could not be cancelled.
     """
-    daemon = client(ctx)
-    paths = [job_path(job) for job in jobs]
-    answers = [daemon.post(f"{path}/cancel")["jobs"] for path in paths]
+    daemon, answers, problems = client(ctx), [], []
+    for path in [job_path(job) for job in jobs]:
+        try:
+            answers.append(daemon.post(f"{path}/cancel")["jobs"])
+        except MeshError as error:
+            if error.code == ExitCode.NO_DAEMON:
+                raise
+            problems.append(error)
     rows = {row["job"]: row for answer in answers for row in answer}
     deadline = time.monotonic() + CANCEL_S
     waiting = [answer for answer in answers if not all(row["already"] for row in answer)]
@@ -451,6 +456,10 @@ def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
     else:
         for row in rows.values():
             say(f"job {short_id(row)} {_cancelled(row)}")
+    for problem in problems:
+        say(f"mesh: {problem}", err=True)
+    if problems:
+        ctx.exit(int(problems[0].code))
     if not all(row["already"] or row["state"] in OVER for row in rows.values()):
         ctx.exit(int(ExitCode.ERROR))
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 import mesh.cli.jobs as jobs_module
 from mesh.cli.main import cli
+from mesh.util.errors import ExitCode, MeshError
 
 Answers = dict[str, Callable[[], Any]]
 ARRAY = "arrayaaaaaaaaaaaaaaaaaaaaa"
@@ -88,6 +89,27 @@ def test_cancel_tells_how_the_job_has_ended(
     assert (done.exit_code, done.stdout) == (code, f"job joba {words}\n")
     done, _ = run(answers, "cancel", "--json", "joba")
     assert done.exit_code == code
+
+
+def test_cancel_tries_each_job_and_reports_each(run: Any) -> None:
+    def refused(text: str, code: ExitCode) -> Callable[[], Any]:
+        def refuse() -> Any:
+            raise MeshError(text, code)
+
+        return refuse
+
+    answers = {
+        "POST /v1/jobs/nope/cancel": refused("no job 'nope'", ExitCode.NOT_FOUND),
+        "POST /v1/jobs/joba/cancel": lambda: {"jobs": [{**state("joba", "cancelling"), "already": False}]},
+        "POST /v1/jobs/hers/cancel": refused("another user's", ExitCode.REFUSED),
+        "GET /v1/jobs?fits=joba": lambda: {"jobs": [state("joba", "cancelled")]},
+    }
+    done, _ = run(answers, "cancel", "nope", "joba", "hers")
+    assert (done.exit_code, done.stdout) == (4, "job joba cancelled\n")
+    assert done.stderr.splitlines() == ["mesh: no job 'nope'", "mesh: another user's"]
+    gone = {**answers, "POST /v1/jobs/joba/cancel": refused("no daemon answers", ExitCode.NO_DAEMON)}
+    done, daemon = run(gone, "cancel", "joba", "hers")
+    assert done.exit_code == 3 and len(daemon.asked) == 1
 
 
 def test_wait_stays_with_the_job_that_its_name_meant(run: Any) -> None:
