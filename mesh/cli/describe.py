@@ -14,7 +14,7 @@ from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import SIZE, client, job_path, json_option, quote
 from mesh.util.duration import lasting
 from mesh.util.errors import ExitCode, MeshError
-from mesh.util.text import HEEDS, OVER, WHY, job_text, plural, saving_words, state_text
+from mesh.util.text import HEEDS, OVER, WHY, job_text, plural, saving_words, standby_text, state_text
 
 LONGEST = 60  # characters of one value (own choice)
 SHOWN_ELSEWHERE = {
@@ -151,8 +151,7 @@ def why(ctx: click.Context, job: str, would: bool, as_json: bool) -> None:
     if answer["state"] in OVER:
         return
     if answer["standby"] is not None:
-        has = "has" if answer["warm"] else "does not have"
-        say(f"  next node: {answer['standby']}, which {has} its last checkpoint")
+        say(f"  standby: {standby_text(answer['standby'], answer['warm'])}")
     if answer["submitted_by"]:
         say(f"  {answer['submitted_by']}")
     placement = answer["placement"]

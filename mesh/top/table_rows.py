@@ -308,7 +308,7 @@ def job_lines(described: Described, now: float) -> list[list[Cell]]:
     risk = job.at_risk_s or 0
     title = f"{short(job)}  {job.name}".rstrip()
     where = f"  on {job.node}" if job.node else ""
-    standby = f", next node {job.standby}" if job.standby else ""
+    standby = f", standby {job.standby}" if job.standby else ""
     return [
         [Cell(title, "bold"), Cell("  "), state_cell(job.state), Cell(f"{where}{standby}  of {job.user}")],
         [Cell(job.command, "dim")],

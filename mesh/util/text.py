@@ -63,6 +63,11 @@ def saving_words(saving: Mapping[str, Any] | None) -> str:
     return f"{what}: {part(saving['sent'], saving['bytes'])} sent to {plural(saving['nodes'], 'node')}"
 
 
+def standby_text(standby: str, warm: bool) -> str:
+    """Return what a job's standby is for; `warm`: it has the last checkpoint."""
+    return f"{standby} would take over if its node were lost" + (", and has its last checkpoint" if warm else "")
+
+
 SOON_S = 6 * 86_400  # within which the day of the week is enough
 COST = (
     "Ran",

@@ -8,7 +8,7 @@ from mesh.api.schemas.checkpoints import Stored
 from mesh.api.schemas.jobs import Described, Job, Saving, Why
 from mesh.util.byte_text import amount
 from mesh.util.duration import lasting
-from mesh.util.text import HEEDS, WHY, doing, plural, saving_words
+from mesh.util.text import HEEDS, WHY, doing, plural, saving_words, standby_text
 from mesh.web.frame import Shown, badge, clock, pairs, table
 from mesh.web.markup import Markup, cut, element, join
 
@@ -216,8 +216,7 @@ def _saved(row: Job, stored: Sequence[Stored]) -> list[Markup]:
         lines.append(("Next", join("due ", clock(due.due_unix * 1000), f", {WHY.get(due.why, due.why)}")))
         lines.append(("Expected loss", f"{due.loss_s:.1f} s of work until then"))
     if row.standby is not None and row.outcome is None:
-        has = "has" if row.warm else "does not have"
-        lines.append(("Would go to", f"{row.standby}, which {has} its last checkpoint"))
+        lines.append(("Standby", standby_text(row.standby, row.warm)))
     made = [element("h2", "Checkpoints"), pairs(lines) if lines else element("p", "None yet.", class_="muted")]
     if stored:
         newest = sorted(stored, key=lambda one: (-one.created_unix, -one.seq))[:STORED_SHOWN]

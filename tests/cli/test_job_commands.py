@@ -183,6 +183,26 @@ def test_why_of_an_ended_job_is_its_end_and_attempts(run: Any, monkeypatch: pyte
     assert done.exit_code == 0 and done.stdout.splitlines()[-1] == "  attempt 0 on desk: failed (exit 1)"
 
 
+@pytest.mark.parametrize(("warm", "has"), [(False, ""), (True, ", and has its last checkpoint")])
+def test_why_of_a_running_job_says_what_its_standby_is_for(
+    run: Any, monkeypatch: pytest.MonkeyPatch, warm: bool, has: str
+) -> None:
+    answer = {
+        **state("joba", "running", node="desk", standby="lab", warm=warm, submitted_by=""),
+        "witnesses": ["desk"],
+        "attempts": [],
+        "placement": {"zone": None},
+        "decision": None,
+        "explanation": ["desk is first of 1"],
+        "candidates": [],
+        "refused": [],
+        "would": None,
+    }
+    monkeypatch.setattr("mesh.cli.describe.client", lambda ctx: Daemon({"GET /v1/jobs/joba/why": lambda: answer}))
+    done = CliRunner().invoke(cli, ["why", "joba"], prog_name="mesh")
+    assert f"  standby: lab would take over if its node were lost{has}" in done.stdout.splitlines()
+
+
 def test_run_reports_what_a_pending_job_waits_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each text, and with `mesh why` once."""
     monkeypatch.setattr(jobs_module, "PROGRESS_S", 0.01)
