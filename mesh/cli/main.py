@@ -83,10 +83,11 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if not ctx.resilient_parsing and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
-            from difflib import get_close_matches
+            from mesh.cli.suggest import meant
 
-            near = get_close_matches(args[0], self.list_commands(ctx), 1)
-            hint = f"Did you mean `{ctx.command_path} {near[0]}`?" if near else f"See `{ctx.command_path} --help`."
+            near = meant(args[0], cli, "" if self is cli else str(self.name))
+            words = " or ".join(f"`mesh {path}`" for path in near)
+            hint = f"Did you mean {words}?" if near else f"See `{ctx.command_path} --help`."
             raise click.UsageError(f"there is no command {args[0]!r}. {hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -22,6 +22,7 @@ import mesh.cli.names
 from mesh.cli.main import SECTIONS, cli
 from mesh.cli.nodes import _warn_of_unknown
 from mesh.cli.output import ask_secret, confirm
+from mesh.cli.suggest import ELSEWHERE
 from mesh.util.version import VERSION
 
 MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
@@ -227,6 +228,17 @@ def test_every_command_is_listed_without_being_imported(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("importlib.import_module", refused)
     assert set(completed([], "")) == {name for rows in SECTIONS.values() for name, _, _ in rows}
+
+
+def test_each_name_from_elsewhere_stands_for_a_command() -> None:
+    root = click.Context(cli)
+    for word, path in ELSEWHERE.items():
+        assert cli.get_command(root, word) is None, word
+        name, *rest = path.split()
+        command = cli.get_command(root, name)
+        assert command is not None, path
+        if isinstance(command, click.Group):
+            assert command.get_command(click.Context(command), rest[0]) is not None, path
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
