@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from mesh.cli.asked import asked_words
 from mesh.cli.listing import show_answer, watch_option
 from mesh.cli.names import JOB
 from mesh.cli.output import print_json, say, table
@@ -15,20 +16,6 @@ from mesh.cli.terminal import SIZE, client, job_path, json_option, quote
 from mesh.util.duration import lasting
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.text import HEEDS, OVER, WHY, job_text, plural, saving_words, standby_text, state_text
-
-LONGEST = 60  # characters of one value (own choice)
-SHOWN_ELSEWHERE = {
-    "argv",
-    "user",
-    "name",
-    "created_unix_ms",
-    "gpus",
-    "gpu_share",
-    "gpu_share_limit",
-    "vram_mib",
-    "vram_limit_mib",
-    "lock",  # readable only for the holders of its keys
-}
 
 
 @click.command()
@@ -50,7 +37,7 @@ def _draw(answer: dict[str, Any]) -> None:
         ("submitted", _clock(state["created_unix_ms"])),
         ("command", shlex.join(asked["argv"])),
         ("state", state_text(state)),
-        ("GPUs", _gpus(state, asked)),
+        ("GPUs", _gpus(state)),
         ("runs on", ", ".join([state["node"], *state["gang"]]) if state["node"] else "-"),
         ("record", f"kept by {', '.join(state['witnesses'])} (group {answer['group']})"),
         ("checkpoint", _checkpoint(state)),
@@ -58,7 +45,7 @@ def _draw(answer: dict[str, Any]) -> None:
         ("next", _next(state)),
         ("notice", HEEDS[state["heeds_notice"]]),
         ("at risk", lasting(state["at_risk_s"]) if state["at_risk_s"] else "-"),
-        ("asks for", _asked(asked)),
+        ("asks for", asked_words(asked)),
     ]
     for name, text in rows:
         say(f"{name:<11} {text}")
@@ -91,35 +78,19 @@ def _next(state: dict[str, Any]) -> str:
     return f"due {_clock(due['due_unix'] * 1000)}, {why}; expected loss until then {due['loss_s']:.1f} s of work"
 
 
-def _gpus(state: dict[str, Any], asked: dict[str, Any]) -> str:
+def _gpus(state: dict[str, Any]) -> str:
     """Return the GPUs it asks for, and those it has."""
-    count, share, limit, vram = state["gpus"], state["gpu_share"], state["gpu_share_limit"], asked["vram_mib"]
+    count, share, limit, vram = state["gpus"], state["gpu_share"], state["gpu_share_limit"], state["vram_mib"]
     if not count:
         return "-"
     text = f"{count} whole" + (f", of {vram} MiB at least" if vram else "")
     if share < 100:
         idle = f", up to {limit} % while others leave it idle" if limit > share else ""
-        more = asked["vram_limit_mib"]
+        more = state["vram_limit_mib"]
         lent = f", up to {more} MiB while no other job needs it" if more > vram else ""
         text = f"{share} % and {vram} MiB of {count}{idle}{lent}"
     has = ", ".join(portion["uuid"] for portion in state["gpu_portions"])
     return text + (f": {has}" if has else "")
-
-
-def _asked(asked: dict[str, Any]) -> str:
-    parts = []
-    for name, value in asked.items():
-        if name in SHOWN_ELSEWHERE or value in (0, [], {}, [0, 0]) or (name.endswith("_nodes") and value == 1):
-            continue
-        inner = ", ".join(f"{key} {_short(part)}" for key, part in value.items()) if isinstance(value, dict) else value
-        parts.append(f"{name.replace('_', ' ')} {inner}")
-    return "; ".join(parts)
-
-
-def _short(value: Any) -> str:
-    """Cut a value to one line: a variable may hold a program (`mesh job jupyter`)."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def _attempt(row: dict[str, Any]) -> list[str]:

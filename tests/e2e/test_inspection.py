@@ -1,5 +1,6 @@
 """Inspection of a job on real daemons: describe, events, files, and the log of a dead host."""
 
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -39,8 +40,10 @@ def test_any_node_describes_a_running_and_a_finished_job(shared: Stack, tmp_path
         lambda: "can save before" in (t := ok(other, "describe", "counted")) and t,
         "describe to show the guest's details",
     )
-    for word in ("counted", f"count.py {ENDLESS}", "kept by", "running", "at step", "checkpoints"):
+    for word in ("counted", f"count.py {ENDLESS}", "kept by", "running", "at step"):
         assert word in text
+    asked = next(line for line in text.splitlines() if line.startswith("asks for"))
+    assert re.fullmatch(r"asks for    --env UNTIL=\S+; --ckpt ckpts; --ckpt-mode rename(; --grace 10s)?", asked)
     ok(other, "cp", f"{job}:count.py", str(tmp_path / "copied.py"))
     assert (tmp_path / "copied.py").read_text() == (Path(__file__).parent / "project" / "count.py").read_text()
     ok(other, "cp", f"{job}:ckpt", str(tmp_path))

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -26,7 +27,7 @@ from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.journal import AUDIT_KEPT, EVENTS_READ, Journal
 from mesh.model.events import Event, describe
-from mesh.model.spec import ArrayPlace, SpecError, attempt_request, format_job
+from mesh.model.spec import ArrayPlace, HomePolicy, SpecError, attempt_request, format_job
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.structs import copy_as
 
@@ -34,7 +35,7 @@ EVENTS_SHOWN = 20
 _Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
 # Fields of a spec that a description leaves out: shown in another form, or of no use to a person.
 UNTOLD = {"submitter", "chain", "nonce", "witnesses", "workdir", "workdir_holders"}
-UNTOLD |= {"checkpointing", "array", "after", "after_any", "lock", "secrets", "uv", "conda", "on", "not_on"}
+UNTOLD |= {"checkpointing", "array", "after", "after_any", "home", "lock", "secrets", "uv", "conda", "on", "not_on"}
 
 
 class JobHandlers:
@@ -146,15 +147,15 @@ class JobHandlers:
         status = self._lookup.find_job(text)
         spec = await self._lookup.spec_of(status)
         whole = msgspec.structs.replace(status, attempts=await self._lookup.all_attempts(status))
-        fields = {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(spec).items()}
-        asked = {
-            name: value for name, value in fields.items() if name not in UNTOLD and value not in (None, "", [], {})
-        }
-        rules = spec.checkpointing
+        asked = {name: value for name, value in _given(spec).items() if name not in UNTOLD}
+        rules, home = spec.checkpointing, spec.home
         nicks = self._around()[0]
         if rules is not None:
-            to = [nick_in(nicks, node) for node in rules.to]
-            asked["checkpoints"] = {**msgspec.structs.asdict(rules), "to": to}
+            asked["checkpoints"] = {**_given(rules), "directory": rules.directory}
+            if rules.to:
+                asked["checkpoints"]["to"] = [nick_in(nicks, node) for node in rules.to]
+        if home.rule != HomePolicy().rule:
+            asked["home"] = home.rule if home.node is None else nick_in(nicks, home.node)
         asked |= {
             name: [nick_in(nicks, node) for node in nodes]
             for name, nodes in (("on", spec.on), ("not_on", spec.not_on))
@@ -167,7 +168,8 @@ class JobHandlers:
             asked["secret_nodes"] = [nick_in(nicks, node) for node in spec.secrets.nodes]
         if spec.environment is not None:
             asked["environment"] = spec.environment.lock
-        asked["after"] = [*map(format_job, spec.after), *(ANY_END + format_job(job) for job in spec.after_any)]
+        if after := [*map(format_job, spec.after), *(ANY_END + format_job(job) for job in spec.after_any)]:
+            asked["after"] = after
         events = await self.events(format_job(status.job), 0)
         return schemas.jobs.Described(
             job=self.show(whole), asked=asked, group=status.config.number, events=events[-EVENTS_SHOWN:]
@@ -281,6 +283,12 @@ class JobHandlers:
             checkpoint=None if commit is None else copy_as(schemas.jobs.At, commit),
             checkpoint_unix_ms=None if commit is None else commit.created_unix_ms,
         )
+
+
+def _given(struct: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields that differ from their defaults. `omit_defaults` leaves in what is equal, but another object."""
+    values = ((field.name, getattr(struct, field.name), field.default) for field in msgspec.structs.fields(struct))
+    return {name: msgspec.to_builtins(value) for name, value, default in values if value not in (default, {})}
 
 
 def _place(array: ArrayPlace | None) -> schemas.jobs.Place | None:
