@@ -86,7 +86,7 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
     if as_json:
         print_json(status)
         return
-    say(f"{status['nick']} is up in mesh {status['mesh']!r} at {status['address']}, {lending_state(status)}")
+    say(f"{status['nick']} is up in mesh {status['mesh']!r} at {status['address']}, {lend_lines(status['lend'])[0]}")
     _banner(status)
     for problem in status["problems"].values():
         say(f"mesh: {problem}", err=True)
@@ -122,16 +122,6 @@ def _banner(status: dict[str, Any]) -> None:
         )
         if not status["may_admit"]:
             say("mesh: this node may not admit others, so --open has no effect here", err=True)
-
-
-def lending_state(status: dict[str, Any]) -> str:
-    if status["lend"]["barred"]:
-        return f"not lending: {status['lend']['barred']}"
-    if status["paused"]:
-        return "lending paused (`mesh lend` ends that)"
-    if not status["lending"]:
-        return "not lending"
-    return "lending" if status["lend"]["now"] else "not lent now (`mesh status` says why)"
 
 
 @click.command()
@@ -205,8 +195,9 @@ def status(ctx: click.Context, watch: bool, as_json: bool, log: bool) -> None:
 
 
 def _draw_status(answer: dict[str, Any]) -> None:
+    lent, *more = lend_lines(answer["lend"])
     say(f"{answer['nick']} ({answer['node']})")
-    say(f"  user {answer['user']}, mesh {answer['mesh']!r}, {answer['address']}, {lending_state(answer)}")
+    say(f"  user {answer['user']}, mesh {answer['mesh']!r}, {answer['address']}, {lent}")
     say(f"  {plural(answer['alive'], 'node')} alive, {plural(len(answer['guests']), 'guest')} here")
     refused = {key: count for key, count in answer["counters"].items() if key.startswith("refused") and count}
     if refused:
@@ -215,8 +206,7 @@ def _draw_status(answer: dict[str, Any]) -> None:
         say(f"  engine {name}: {engine['detail']}" + (f"; {engine['isolation']}" if engine["ok"] else ""))
         if engine["ok"] and name == "docker":
             say(f"  system checkpoints: {system_text(engine['system'])}")
-    as_said = answer["lend"]["machine"]["level"] == "lend"
-    for line in lend_lines(answer["lend"])[1 if as_said else 0 :]:
+    for line in more:
         say(f"  {line.strip()}")
     for warning in answer["lend"]["warnings"]:
         say(f"  warning: {warning}")

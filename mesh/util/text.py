@@ -116,12 +116,16 @@ def lend_lines(answer: dict[str, Any]) -> list[str]:
         return [f"not lending: {answer['barred']}"]
     if answer["paused"]:
         end = answer["paused_until_unix"]
-        lines = [f"paused{f' until {when(end)}' if end else ''} (`mesh lend`)"]
+        lines = [f"lending paused{f' until {when(end)}' if end else ''} (`mesh lend` ends that)"]
     elif not answer["lending"]:
         lines = ["not lending (`mesh lend`)"]
     else:
         lines = ["lending" if answer["now"] else "not lent now"]
-    lines[0] += _scope(answer["machine"], answer["guests"])
+    scope = _scope(answer["machine"], answer["guests"])
+    if lines[0] == "not lent now" and not scope:
+        change = answer["hours_change_unix"]
+        scope = ": outside its hours" + (f", lent again {when(change)}" if change else "")
+    lines[0] += scope
     if answer["hours"] != "always":
         change = answer["hours_change_unix"]
         at = "" if change is None else f", next change {when(change)}"

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from mesh.cli import lend
 from mesh.cli.nodes import _not_lent
+from mesh.cli.nodes import _draw_status
 from mesh.util.text import lend_lines
 
 QUIET: dict[str, Any] = {"level": "lend", "why": "", "next_s": None}
@@ -39,8 +40,13 @@ def machine(level: str, next_s: float | None = None) -> dict[str, Any]:
     ("changes", "line"),
     [
         ({}, "lending"),
-        ({"paused": True}, "paused (`mesh lend`)"),
-        ({"paused": True, "paused_until_unix": 4_000_000_000}, "paused until 2096-10-02 07:06 (`mesh lend`)"),
+        ({"paused": True}, "lending paused (`mesh lend` ends that)"),
+        (
+            {"paused": True, "paused_until_unix": 4_000_000_000},
+            "lending paused until 2096-10-02 07:06 (`mesh lend` ends that)",
+        ),
+        ({"now": False}, "not lent now: outside its hours"),
+        ({"now": False, "hours_change_unix": 4e9}, "not lent now: outside its hours, lent again 2096-10-02 07:06"),
         ({"lending": False}, "not lending (`mesh lend`)"),
         ({"lending": False, "barred": "no role"}, "not lending: no role"),
         (
@@ -134,3 +140,16 @@ def test_order_that_is_not_stored_ends_with_an_error(
 def test_nodes_gives_the_reason_for_not_lending(node: dict[str, Any], words: str, utc: None) -> None:
     assert _not_lent(node) == words
     assert _not_lent({"paused": True, "held_by": "hours", "back_unix": 1_800_000_000}).startswith("from ")
+
+
+@pytest.mark.parametrize("changes", [{"now": False, "hours_change_unix": 4e9}, {"paused": True}, {"lending": False}])
+def test_status_says_once_why_it_does_not_lend(
+    changes: dict[str, Any], utc: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lend = answer(**changes)
+    status = {"nick": "desk", "node": "abc", "user": "ada", "mesh": "lab", "address": "10.0.0.1:7373", "alive": 1}
+    status |= {"guests": [], "counters": {}, "engines": {}, "waiting": 0, "problems": {}, "open": False, "lend": lend}
+    _draw_status({**status, "edge": {"off": True}})
+    shown = capsys.readouterr().out
+    assert f"10.0.0.1:7373, {lend_lines(lend)[0]}\n" in shown
+    assert shown.count("lent now") + shown.count("lending") == 1
