@@ -15,6 +15,7 @@ from pymdownx.slugs import slugify
 
 import mesh
 from mesh.cli.main import SECTIONS, cli
+from mesh.daemon.setting_notes import setting_notes
 from mesh.util.errors import ExitCode
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +115,7 @@ def python() -> str:
 def settings() -> str:
     """Return the page of the fields of `Settings`, with types, defaults and comments."""
     source = (ROOT / "mesh" / "daemon" / "config.py").read_text()
-    lines = source.splitlines()
+    notes = setting_notes()
     owner = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Settings")
     text = [
         "# Settings",
@@ -130,10 +131,8 @@ def settings() -> str:
         if isinstance(field, ast.AnnAssign):
             assert isinstance(field.target, ast.Name)
             assert field.value is not None
-            kind = ast.unparse(field.annotation).replace("|", "\\|")
-            above, line = lines[field.lineno - 2], lines[field.lineno - 1]
-            comment = above.strip() if above.strip().startswith("#") else line.partition("  # ")[2]
-            text.append(f"| `{field.target.id}` | `{kind}` | `{ast.unparse(field.value)}` | {comment.lstrip('# ')} |")
+            key, kind = field.target.id, ast.unparse(field.annotation).replace("|", "\\|")
+            text.append(f"| `{key}` | `{kind}` | `{ast.unparse(field.value)}` | {notes[key]} |")
     return "\n".join(text)
 
 

@@ -47,8 +47,18 @@ def list_(ctx: click.Context, /, **form: bool) -> None:
 
 
 def _draw(answer: dict[str, Any]) -> None:
-    rows = [[row["key"], _text(row["value"]), "file" if row["written"] else "default"] for row in answer["settings"]]
-    table(["KEY", "VALUE", "FROM"], rows)
+    from mesh.daemon.setting_notes import DEFAULT
+
+    rows = [
+        [
+            row["key"],
+            _value(row),
+            "file" if row["written"] else "default",
+            row["means"].partition(f"; {DEFAULT}")[0],
+        ]
+        for row in answer["settings"]
+    ]
+    table(["KEY", "VALUE", "FROM", "MEANS"], rows)
 
 
 @config.command()
@@ -56,12 +66,16 @@ def _draw(answer: dict[str, Any]) -> None:
 @json_option
 @click.pass_context
 def get(ctx: click.Context, key: str, as_json: bool) -> None:
-    """Print one setting."""
+    """Print one setting, and on standard error what it means, its unit and its default."""
+    from mesh.daemon.setting_notes import DEFAULT, unit_of
+
     (row,) = [row for row in _all(layout(ctx))["settings"] if row["key"] == key]
     if as_json:
         print_json(row)
         return
-    say(_text(row["value"]))
+    say(_value(row))
+    unit, default = unit_of(key), "" if DEFAULT in row["means"] else f"; {DEFAULT}{_text(row['default'])}"
+    say(f"{key}{f', in {unit}' if unit else ''}: {row['means']}{default}", err=True)
 
 
 @config.command("set", context_settings={"ignore_unknown_options": True})  # -1 is a value
@@ -94,14 +108,18 @@ def unset(ctx: click.Context, key: str, as_json: bool) -> None:
 def _all(where: Layout) -> dict[str, Any]:
     import msgspec
 
-    from mesh.daemon.config import load_settings, written_settings
+    from mesh.daemon.config import Settings, load_settings, written_settings
+    from mesh.daemon.setting_notes import setting_notes
 
     try:
         settings, written = load_settings(where.config, {}), written_settings(where.config)
     except ConfigError as error:
         raise MeshError(str(error)) from error
-    values = msgspec.to_builtins(settings)
-    rows = [{"key": key, "value": value, "written": key in written} for key, value in values.items()]
+    values, defaults, notes = msgspec.to_builtins(settings), msgspec.to_builtins(Settings()), setting_notes()
+    rows = [
+        {"key": key, "value": value, "written": key in written, "default": defaults[key], "means": notes[key]}
+        for key, value in values.items()
+    ]
     return {"file": str(where.config), "settings": rows}
 
 
@@ -112,6 +130,7 @@ def _write(where: Layout, key: str, value: Any) -> dict[str, Any]:
 
     from membership.durable import write_durably
     from mesh.daemon.config import check_settings
+    from mesh.daemon.setting_notes import setting_notes
 
     path = where.config.resolve()  # it may be a link
     try:
@@ -129,7 +148,13 @@ def _write(where: Layout, key: str, value: Any) -> dict[str, Any]:
         raise MeshError(str(error), ExitCode.USAGE) from error
     except OSError as error:
         raise MeshError(f"cannot write {where.config}: {error.strerror}") from error
-    return {"key": key, "value": getattr(settings, key), "written": value is not None, "file": str(where.config)}
+    return {
+        "key": key,
+        "value": getattr(settings, key),
+        "written": value is not None,
+        "file": str(where.config),
+        "means": setting_notes()[key],
+    }
 
 
 def _print_row(ctx: click.Context, row: dict[str, Any], as_json: bool) -> None:
@@ -137,9 +162,16 @@ def _print_row(ctx: click.Context, row: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json({**row, "restart": restart})
         return
-    say(f"{row['key']} = {_text(row['value'])}" + ("" if row["written"] else " (the default)"))
+    say(f"{row['key']} = {_value(row)}" + ("" if row["written"] else " (the default)"))
     if restart:
         say("this takes effect after a restart: `mesh down && mesh up`", err=True)
+
+
+def _value(row: dict[str, Any]) -> str:
+    """Return a setting's value; without one, what holds then."""
+    from mesh.daemon.setting_notes import unset_words
+
+    return unset_words(row["means"]) if row["value"] is None else _text(row["value"])
 
 
 def _text(value: Any) -> str:

@@ -58,26 +58,32 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "apptainer",
     )  # engines to offer; apptainer without a ready docker only
     web: bool = True  # allow `mesh top --web`, on loopback (docs/how-to/web.md)
-    web_port: int = 0  # port of that page; 0: any free port
+    web_port: int = 0  # port of the page of `mesh top --web`; 0: any free port
     open: bool = False  # admit every node that asks to join
-    lease_s: float = 15.0  # lease of jobs submitted here, in seconds
-    grace_s: float = 30.0  # time that guests have to save, in seconds
-    store_quota_gib: float | None = None  # size of the checkpoint store
-    foreign_quota_gib: float | None = None  # part of it for jobs of other users
+    lease_s: float = 15.0  # lease of jobs submitted here
+    grace_s: float = 30.0  # time that guests have to save
+    store_quota_gib: float | None = (
+        None  # size of the checkpoint store; default: as much as leaves a tenth of the disk free
+    )
+    foreign_quota_gib: float | None = None  # part of the store for jobs of other users; default: all of it
     keep_days: float = 7.0  # time for which data of finished jobs stays, even if space is low
     encrypt: bool = True  # encrypt the data of jobs submitted here
     max_memory_gib: float | None = None  # memory of one job; default: all but an eighth of the machine's
-    max_cpus: float | None = None  # CPUs of one job
+    max_cpus: float | None = None  # CPUs of one job; default: no limit
     max_pids: int = 4096  # processes and threads of one job
     shm_gib: float | None = None  # /dev/shm of one job; default: half of its memory
     max_disk_gib: float | None = None  # disk of one job; default: half of what is free when it starts
-    max_disk_mib_s: float | None = None  # rate of one job's reads, and of its writes, on the disk of its directories
+    max_disk_mib_s: float | None = (
+        None  # rate of one job's reads and of its writes on its directories; default: no limit
+    )
     max_log_gib: float = 1.0  # log of one attempt; further output is dropped
     egress: Literal["none", "campus", "list"] = "none"  # networks that containers may reach
     egress_allow: tuple[str, ...] = ()  # networks for `egress = "list"`
     # Hosts that jobs may ask for by name, as api.wandb.ai:443, or groups of them: pypi (docs/how-to/network.md).
     network: tuple[str, ...] = ()
-    network_gib: float = 50.0  # bytes that one job may exchange with them, both ways, until the daemon restarts
+    network_gib: float = (
+        50.0  # bytes that one job may exchange with hosts of `network`, both ways, until the daemon restarts
+    )
     # Let CRIU restore checkpoints of other nodes as root (docs/explanation/isolation.md).
     system_checkpoints: bool = False
     image_fetch: bool = True  # fetch allowed images from other nodes when a job needs them
@@ -88,7 +94,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_keep_gib: float = 100.0  # disk for fetched images; above it, the longest unused are removed
     image_keep_days: float = 30.0  # time for which an unused fetched image stays
     data_quota_gib: float | None = (
-        None  # disk for data sets; above it, those unused for longest that others have are removed
+        None  # disk for data sets; above it, those unused for longest that others have are removed; default: no limit
     )
     data: dict[str, str] = {}  # directories of this machine that stand for data sets, by name (docs/how-to/data.md)
     # Where `mesh run --uv` gets packages: the address of an index (https://pypi.org/simple), a directory of wheels, or nowhere.
@@ -96,14 +102,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Channels from which `mesh run --conda` gets packages: their addresses, such as https://conda.anaconda.org/conda-forge.
     conda_channels: tuple[str, ...] = ()
     env_cache_gib: float = 20.0  # disk for environments of jobs; the longest unused are removed
-    upload_mbps: float = 0.0  # bandwidth of background checkpoints, megabits per second; 0: no limit
+    upload_mbps: float = 0.0  # bandwidth of background checkpoints; 0: no limit
     # Cut guests off in the kernel (docs/explanation/edge.md), where it can.
     edge: Literal["auto", "off"] = "auto"
     # Interface of this machine on which outgoing traffic is shaped; empty: none.
     edge_device: str = ""
-    edge_mbps: float = 0.0  # speed of its link, megabits per second; 0: as the card reports
+    edge_mbps: float = 0.0  # speed of the link of `edge_device`; 0: as the card reports
     metrics_port: int = 0  # TCP port for Prometheus; 0: metrics on the daemon's socket only
-    metrics_address: str = "127.0.0.1"  # address of that port
+    metrics_address: str = "127.0.0.1"  # address of `metrics_port`
 
 
 def load_settings(path: Path, overrides: dict[str, object]) -> Settings:

@@ -14,6 +14,7 @@ from membership.trust import TrustStore
 from mesh.cli.main import cli
 from mesh.daemon.config import Settings, load_settings
 from mesh.daemon.layout import Layout
+from mesh.daemon.setting_notes import DEFAULT
 from mesh.util.errors import ConfigError
 
 OWN = '# the lab\'s second desk\nnick = "desk"   # as on its sticker\n\nslots = 2\n'
@@ -35,7 +36,7 @@ def test_config_set_keeps_comments_and_order(state: Path) -> None:
     assert run(state, "set", "lend", "true").exit_code == 0
     text = (state / "config.toml").read_text()
     assert text == OWN.replace("slots = 2", "slots = 4") + 'accepts = ["ada", "lin"]\nlend = true\n'
-    assert run(state, "get", "accepts").output == "ada lin\n"
+    assert run(state, "get", "accepts").stdout == "ada lin\n"
     assert run(state, "unset", "slots").output == "slots = 1 (the default)\n"
     assert run(state, "unset", "slots").exit_code == 0, "a second unset has no effect"
     assert load_settings(state / "config.toml", {}) == Settings(nick="desk", accepts=("ada", "lin"), lend=True)
@@ -45,7 +46,7 @@ def test_config_set_keeps_comments_and_order(state: Path) -> None:
 def test_directories_that_stand_for_data_sets_are_checked(state: Path, line: str) -> None:
     good = '\n[data]\n"ada/pictures" = "/srv/pictures"\nwords = "/srv/words"\n'
     (state / "config.toml").write_text(OWN + good)
-    assert run(state, "get", "data").output == "ada/pictures=/srv/pictures words=/srv/words\n"
+    assert run(state, "get", "data").stdout == "ada/pictures=/srv/pictures words=/srv/words\n"
     (state / "config.toml").write_text(f"{OWN}{good}{line}\n")
     with pytest.raises(ConfigError, match="data"):
         load_settings(state / "config.toml", {})
@@ -64,6 +65,21 @@ def test_config_ls_distinguishes_file_values_from_defaults(state: Path) -> None:
     assert set(rows) == set(Settings.__struct_fields__)
     assert (rows["slots"]["value"], rows["slots"]["written"], rows["port"]["written"]) == (2, True, False)
     assert run(state, "ls", "-q").output.split() == ["nick", "slots"]
+
+
+def test_each_setting_says_what_it_means_and_what_holds_without_a_value(state: Path) -> None:
+    rows = json.loads(run(state, "ls", "--json").output)["settings"]
+    assert [row["key"] for row in rows if len(row["means"]) < 10] == []
+    assert [row["key"] for row in rows if row["default"] is None and DEFAULT not in row["means"]] == []
+    table = {line.split()[0]: " ".join(line.split()[1:]) for line in run(state, "ls").stdout.splitlines()}
+    assert table["data_quota_gib"].startswith("no limit default disk for data sets; above it, those unused")
+    assert table["shm_gib"].startswith("half of its memory default /dev/shm of one job")
+    done = run(state, "get", "max_disk_gib")
+    assert done.stdout == "half of what is free when it starts\n"
+    assert done.stderr == "max_disk_gib, in GiB: disk of one job; default: half of what is free when it starts\n"
+    done = run(state, "get", "slots")
+    assert (done.stdout, done.stderr) == ("2\n", "slots: guests without a GPU at the same time; default: 1\n")
+    assert run(state, "unset", "max_cpus").stdout == "max_cpus = no limit (the default)\n"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mesh.cli import lend
-from mesh.cli.nodes import _not_lent
-from mesh.cli.nodes import _draw_status
+from mesh.cli.nodes import _draw_status, _not_lent
 from mesh.util.text import lend_lines
 
 QUIET: dict[str, Any] = {"level": "lend", "why": "", "next_s": None}
