@@ -15,6 +15,7 @@ from mesh.api.routing import BYTES, Call, Handlers, Route
 from mesh.api.schema_version import SCHEMA
 from mesh.jobs.event_log import EventLog
 from mesh.model.spec import SpecError
+from mesh.rpc.departed import departed
 from mesh.util.errors import ExitCode, MeshError
 
 MAX_BODY_BYTES = 1 << 20  # of an order; a job's files go by its working directory (own choice)
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def application(handlers: Handlers, event_log: EventLog) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_words])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_words, departed])
     for route in ROUTES:
         app.router.add_route(route.method, route.path, _answering(handlers, event_log, route))
     return app

@@ -24,6 +24,7 @@ from mesh.images.blobs import BlobStore, NoRoom, Part
 from mesh.images.engine import Registry
 from mesh.images.oci import MAX_MANIFEST_BYTES, ManifestError, decode_oci, digest_hash, digest_text
 from mesh.images.upstream import FetchFailed
+from mesh.rpc.departed import departed
 from mesh.rpc.loopback import HOST, LoopbackServer, heard
 from mesh.rpc.streams import read_within
 from mesh.util.errors import MeshError
@@ -72,7 +73,7 @@ class RegistryServer:
 
     async def open(self, wanted: int) -> None:
         """Serve on this port; 0: that of the last run, if it is free, since engines keep it in the names of images."""
-        app, name = web.Application(middlewares=[self._guarded]), "/v2/{name:[a-z0-9._/-]{1,255}}"
+        app, name = web.Application(middlewares=[departed, self._guarded]), "/v2/{name:[a-z0-9._/-]{1,255}}"
         app.add_routes(
             [
                 web.get("/v2/", self._base),

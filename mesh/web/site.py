@@ -24,6 +24,7 @@ from mesh.api.queries import LogQuery
 from mesh.api.requests import ReclaimOrder
 from mesh.api.routing import Handlers
 from mesh.provider.usage import By
+from mesh.rpc.departed import departed
 from mesh.rpc.loopback import HOST, LoopbackServer, heard
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.text import plural
@@ -97,7 +98,7 @@ class Site:
             await self._server.close()
 
     async def _open(self) -> None:
-        app = web.Application(client_max_size=MOST_BODY, middlewares=[self._guarded])
+        app = web.Application(client_max_size=MOST_BODY, middlewares=[departed, self._guarded])
         app.add_routes(
             [
                 web.get("/enter", self._enter),

@@ -21,6 +21,7 @@ from mesh.gpus.nvml import Reading, readings
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.service import JobService
 from mesh.provider.accounts import Accounts
+from mesh.rpc.departed import departed
 from mesh.rpc.pacing import Wire
 from mesh.util.version import VERSION
 from mesh.util.versions import STATE, WIRE
@@ -90,7 +91,7 @@ class Metrics:
 
     async def serve(self, host: str, port: int) -> web.AppRunner:
         """Serve the metrics alone on a TCP port. PortInUse if it is taken."""
-        app = web.Application()
+        app = web.Application(middlewares=[departed])
         app.router.add_get("/metrics", self.answer)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()

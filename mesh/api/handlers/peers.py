@@ -44,6 +44,7 @@ from mesh.jobs.submission_retry import Refused, SubmissionRetry
 from mesh.jobs.vouching import Refused as NotVouched
 from mesh.journal import Journal
 from mesh.model.spec import SpecError
+from mesh.rpc.departed import departed
 from mesh.rpc.pacing import Cargo, Wire
 from mesh.rpc.server import BODY, COPIES, READ_BYTES, Bound, Memory, bounded, id_in, peer_of
 from mesh.rpc.streams import IDLE_S, given, taken
@@ -127,7 +128,7 @@ class PeerHandlers:
             *self._data.routes(self._admit),
         ]
         bounds = {(method, path): bound for method, path, _, bound in routes}
-        app = web.Application(middlewares=[bounded(bounds, Memory(PEER_BYTES, 2 * PEER_BYTES))])
+        app = web.Application(middlewares=[departed, bounded(bounds, Memory(PEER_BYTES, 2 * PEER_BYTES))])
         app.add_routes([web.route(method, path, handler) for method, path, handler, _ in routes])
         return app
 
