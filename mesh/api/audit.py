@@ -11,6 +11,7 @@ from aiohttp import web
 from mesh.api.requests import SubmitOrder
 from mesh.api.routing import Call, Handlers, Route
 from mesh.jobs.event_log import EventLog
+from mesh.model.spec import SpecError
 from mesh.util.errors import MeshError
 from mesh.util.processes import name_of
 
@@ -22,7 +23,7 @@ async def audited(event_log: EventLog, route: Route, handlers: Handlers, call: C
     words = f"{route.name.replace('_', ' ')}{_terms(call.request, call.asked)}, by {_who(call.request)}"
     try:
         result = await route.handle(handlers, call)
-    except MeshError as error:
+    except (MeshError, SpecError) as error:
         event_log.add(None, "audit", f"{words}: refused: {error}", new=route.name)
         raise
     except asyncio.CancelledError:

@@ -621,9 +621,13 @@ def _recovery(plan: dict[str, Any]) -> tuple[str, str]:
 @click.argument("job", type=JOB, required=False)
 @click.option("-w", "--watch", is_flag=True, help="Show new events until the job ends, or Ctrl-C.")
 @click.option("--audit", is_flag=True, help="Show orders to this node, refusals and its owner's policy instead.")
+@click.option("-n", "--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N events so far.")
+@click.option("--since", type=Since(), help="Only events from this time on: 10m ago, or 2026-12-01T08:00.")
 @json_option
 @click.pass_context
-def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_json: bool) -> None:
+def events(
+    ctx: click.Context, job: str | None, watch: bool, audit: bool, tail: int | None, since: int | None, as_json: bool
+) -> None:
     """Show what happened to JOB, as signed by each node involved; without JOB, what this node saw of all jobs."""
     daemon, seen, looks = client(ctx), set(), 0
     if job and audit:
@@ -633,13 +637,16 @@ def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_jso
     last = 0
     while True:
         answer = daemon.get(path if job else f"{path}{last}")
-        if as_json and not watch:
-            print_json(answer)
-            return
         fresh = [event for event in answer["events"] if (event["node"], event["job"], event["seq"]) not in seen]
+        chosen = [event for event in fresh if since is None or event["unix_ms"] >= since]
+        if tail is not None:
+            chosen, tail = chosen[max(0, len(chosen) - tail) :], None
+        if as_json and not watch:
+            print_json({**answer, "events": chosen})
+            return
         seen |= {(event["node"], event["job"], event["seq"]) for event in fresh}
         last = max((event["id"] for event in fresh if not job), default=last)
-        for event in fresh:
+        for event in chosen:
             say(json.dumps(event) if as_json else _event_line(event))
         if not watch or (job and any(event["kind"] == "end" for event in answer["events"])):
             return
@@ -651,7 +658,6 @@ def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_jso
 
 
 def _event_line(event: dict[str, Any]) -> str:
-    form = "%H:%M:%S" if event["job"] else "%Y-%m-%d %H:%M:%S"
-    at = time.strftime(form, time.localtime(event["unix_ms"] / 1000))
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["unix_ms"] / 1000))
     gap = "  (earlier events of this node are missing)" if event.get("gap") else ""
     return f"{at}  {event['actor']:<12} {(event['job'] or '-')[:8]:<8}  {event['text']}{gap}"

@@ -14,6 +14,7 @@ from mesh.api.schemas.owner import Leaving
 from mesh.api.server import application
 from mesh.journal import EVENTS_READ, Journal
 from mesh.model.events import Event
+from mesh.model.spec import SpecError
 from mesh.util.errors import ExitCode, MeshError
 
 
@@ -48,6 +49,12 @@ async def test_audit_records_terms_and_sender_of_an_order(tmp_path: Path, handle
     words = await audited(tmp_path, "/v1/down", {"now": True}, handlers)
     assert words.startswith(f"down (now=True), by uid {os.getuid()} (") and f"pid {os.getpid()})" in words
     assert struct.calcsize("3i") == 12
+
+
+async def test_audit_records_why_a_request_cannot_be_a_job(tmp_path: Path, handlers: Mock) -> None:
+    handlers.submission.submit = AsyncMock(side_effect=SpecError("the deadline must lie in the future"))
+    words = await audited(tmp_path, "/v1/jobs", {"argv": ["true"], "workdir": None}, handlers)
+    assert words.endswith(": refused: the deadline must lie in the future")
 
 
 async def test_audit_records_refused_orders(tmp_path: Path, handlers: Mock) -> None:

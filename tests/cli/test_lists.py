@@ -261,6 +261,25 @@ def test_unreadable_answer_names_the_release_of_the_daemon(tmp_path: Path, versi
         )
 
 
+def test_events_are_chosen_by_number_and_time_and_have_one_form_of_time(tmp_path: Path) -> None:
+    told = {"node": "abc234", "actor": "desk", "kind": "audit"}
+    rows = [
+        {**told, "id": n, "seq": n, "job": "7kq2abcd" if n % 2 else None, "unix_ms": n * 86_400_000, "text": f"e{n}"}
+        for n in range(1, 5)
+    ]
+    with daemon(tmp_path, {"/v1/events?audit=false&after=0": {"events": rows}}):
+        lines = run(tmp_path, "job", "events").stdout.splitlines()
+        assert [line.split()[0] for line in lines] == [f"1970-01-0{n}" for n in range(2, 6)]
+        assert [line.split()[-1] for line in run(tmp_path, "job", "events", "-n", "2").stdout.splitlines()] == [
+            "e3",
+            "e4",
+        ]
+        assert run(tmp_path, "job", "events", "-n", "0").stdout == ""
+        late = json.loads(run(tmp_path, "job", "events", "--since", "1970-01-04T00:00Z", "--json").stdout)
+        assert [event["text"] for event in late["events"]] == ["e3", "e4"]
+        assert run(tmp_path, "job", "events", "--since", "1970-01-04T12:00Z", "-n", "9").stdout.split()[-1] == "e4"
+
+
 def test_watched_audit_asks_for_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def entry(number: int) -> dict[str, Any]:
         told = {"id": number, "seq": number, "node": "abc234", "job": None, "actor": "desk"}
