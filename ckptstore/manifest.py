@@ -205,7 +205,8 @@ def check_text(path: str) -> None:
     try:
         path.encode()
     except UnicodeEncodeError as error:
-        raise BadPath(f"{path!r} is not UTF-8, so it cannot be saved: rename it") from error
+        shown = path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise BadPath(f"the name {shown} is not UTF-8, so it cannot be saved: rename it") from error
 
 
 def check_link(path: str, target: str) -> None:

@@ -51,6 +51,10 @@ class TrustError(ValueError):
     """A node, chain or invite is not valid in this mesh; the message names the rule that refused it."""
 
 
+class WrongTerms(TrustError):
+    """What is asked for cannot be, whoever asks: a damaged invite, a text that is no name."""
+
+
 class NameTaken(TrustError):
     """The user's name belongs to another key."""
 
@@ -389,7 +393,7 @@ class TrustStore:
         still belong to them here.
         """
         if not _USER_NAME.fullmatch(name):
-            raise TrustError(
+            raise WrongTerms(
                 f"{name!r} is not a user's name: letters, digits and _.@+- only, at most {MAX_NAME_BYTES} of them"
             )
         taken = [
@@ -566,9 +570,9 @@ def make_invite(
     if user:
         store.bind(user, b"", now_unix)  # refuses a name that is not one, or taken
     if not 1 <= uses <= MAX_USES:
-        raise TrustError(f"an invite has 1 to {MAX_USES} uses")
+        raise WrongTerms(f"an invite has 1 to {MAX_USES} uses")
     if ssh_key and (uses != 1 or not (user or mine)):
-        raise TrustError("an invite bound to an SSH key admits one machine: give a NAME or --mine, and no --uses")
+        raise WrongTerms("an invite bound to an SSH key admits one machine: give a NAME or --mine, and no --uses")
     if not set(issuer.roles).issuperset(roles):
         raise TrustError("this node cannot give a role that it does not have")
     if user or mine:
@@ -583,24 +587,24 @@ def make_invite(
 
 
 def parse_invite(text: str, now_unix: float) -> Invite:
-    """Parse an invite; TrustError if it is cut off, damaged or expired."""
+    """Parse an invite; WrongTerms if it is cut off or damaged, TrustError if it has expired."""
     text = "".join(text.split())
     if not text.startswith("mesh1-"):
-        raise TrustError("an invite starts with 'mesh1-': copy the whole line that `mesh member invite` printed")
+        raise WrongTerms("an invite starts with 'mesh1-': copy the whole line that `mesh member invite` printed")
     try:
         plain = text.removeprefix("mesh1-")
         data = base64.b64decode(plain + "=" * (-len(plain) % 4), altchars=b"-_", validate=True)
     except ValueError as error:
-        raise TrustError("the invite is damaged or cut off: copy it again, whole") from error
+        raise WrongTerms("the invite is damaged or cut off: copy it again, whole") from error
     body, checksum = data[:-4], data[-4:]
     if _checksum(body) != checksum:
-        raise TrustError("the invite is damaged or cut off: copy it again, whole")
+        raise WrongTerms("the invite is damaged or cut off: copy it again, whole")
     try:
         invite = _invite_decoder.decode(body)
     except MALFORMED as error:
-        raise TrustError(f"the invite was made by another version of campus-mesh: {error}") from error
+        raise WrongTerms(f"the invite was made by another version of campus-mesh: {error}") from error
     if len(invite.seed) not in {0, 32}:
-        raise TrustError("the invite holds no key")
+        raise WrongTerms("the invite holds no key")
     if now_unix > invite.not_after + CLOCK_GRACE_S:
         raise TrustError("the invite has expired: ask for a new one (`mesh member invite`)")
     return invite

@@ -148,7 +148,7 @@ def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
             return f"no lending node has image {request.image}: load it on one (`docker pull`, `docker load`)"
         texts = [f"{advert.nick}: {image_refusal(request, advert)}" for advert in lenders[:REFUSALS_SHOWN]]
         return f"no lending node can run image {request.image} ({'; '.join(texts)}). See `mesh image ls`"
-    texts = [f"{nick} {', '.join(reasons)}" for nick, reasons in list(refused.items())[:REFUSALS_SHOWN]]
+    texts = [f"{nick}: {', '.join(reasons)}" for nick, reasons in list(refused.items())[:REFUSALS_SHOWN]]
     more = f"; and {len(refused) - REFUSALS_SHOWN} more" if len(refused) > REFUSALS_SHOWN else ""
     return f"no node could run it: {'; '.join(texts)}{more}"
 

@@ -8,8 +8,9 @@ A frame is the length of its header (4 bytes, big-endian), the header (msgpack),
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -19,7 +20,7 @@ from ckptstore.errors import BadPath
 from ckptstore.manifest import MAX_DEPTH, MAX_FILES, MAX_PATH_BYTES
 from ckptstore.tree_writer import TreeWriter
 from membership.malformed import MALFORMED
-from mesh.util.errors import MeshError
+from mesh.util.errors import ExitCode, MeshError
 
 LENGTH_BYTES = 4
 HEADER_LIMIT = 3 * MAX_PATH_BYTES  # of a header: a path, the target of a link and numbers
@@ -174,8 +175,9 @@ def unpack(pieces: Iterator[bytes], target: Path, name: str, limit_bytes: int = 
     inside = target.is_dir()
     root, top = (target, name) if inside else (target.parent, target.name)
     sent, files, size, left_out = "", 0, 0, 0
+    if not root.is_dir():
+        raise MeshError(f"{root} is no directory: make it, or name another place", ExitCode.USAGE)
     try:
-        root.mkdir(parents=True, exist_ok=True)
         with TreeWriter(root, replaces=True) as tree:
             for entry, data in entries(pieces, limit_bytes):
                 first, _, rest = os.fsdecode(entry.path).partition("/")
@@ -202,6 +204,22 @@ def unpack(pieces: Iterator[bytes], target: Path, name: str, limit_bytes: int = 
     except OSError as error:
         raise MeshError(f"cannot write below {root}: {error}") from error
     return Copied(files, size, left_out)
+
+
+def unpack_file(pieces: Iterator[bytes], write: Callable[[bytes], None], limit_bytes: int = COPY_LIMIT) -> Copied:
+    """Give `write` the bytes of the only file of a stream; MeshError if it has more, or a directory."""
+    files = size = 0
+    for entry, data in entries(pieces, limit_bytes):
+        if files or not stat.S_ISREG(entry.mode):
+            raise MeshError("it is no single file: name a directory of this machine to copy it to", ExitCode.USAGE)
+        at, files, size = 0, 1, entry.size
+        for offset, piece in chain(data, [(entry.size, memoryview(b""))]):
+            while at < offset:  # a hole
+                write(bytes(hole := min(offset - at, SLICE_BYTES)))
+                at += hole
+            write(bytes(piece))
+            at += len(piece)
+    return Copied(files, size, 0)
 
 
 def _write_file(descriptor: int, entry: Entry, data: Iterator[tuple[int, memoryview]]) -> None:

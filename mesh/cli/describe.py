@@ -10,7 +10,7 @@ import click
 from mesh.cli.asked import asked_words
 from mesh.cli.listing import show_answer, watch_option
 from mesh.cli.names import JOB
-from mesh.cli.output import print_json, say, table
+from mesh.cli.output import Output, print_json, say, table
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import SIZE, client, job_path, json_option, quote
 from mesh.util.duration import lasting
@@ -177,18 +177,21 @@ def cp(ctx: click.Context, source: str, destination: str, limit: int | None, as_
     """Copy a file or directory of a job to this machine.
 
     PATH is relative to its working directory while the job runs. out/... (published files) and ckpt/... (the last checkpoint) can
-    be copied at any time. DESTINATION is the new name, or an existing directory. Links that lead out of the copied tree are left
-    out.
+    be copied at any time. DESTINATION is the new name, or an existing directory, or - for standard output. Links that lead out of
+    the copied tree are left out.
     """
-    from mesh.api.file_stream import COPY_LIMIT, unpack
+    from mesh.api.file_stream import COPY_LIMIT, unpack, unpack_file
 
     job, colon, path = source.partition(":")
     if not colon or not path:
         raise click.UsageError(f"{source!r} is not JOB:PATH, as 7kq2ab:logs/train.txt or 7kq2ab:out/")
     target, name = Path(destination), PurePosixPath(path).name or "work"
+    most, shown = COPY_LIMIT if limit is None else limit << 20, destination == "-"
+    if shown and as_json:
+        raise click.UsageError("- writes the file to standard output: leave out --json")
     with waiting_for("copying"):
         pieces = client(ctx).stream(f"{job_path(job)}/files?path={quote(path)}")
-        copied = unpack(pieces, target, name, COPY_LIMIT if limit is None else limit << 20)
+        copied = unpack_file(pieces, Output().write, most) if shown else unpack(pieces, target, name, most)
     if not copied.files:
         raise MeshError(f"{source} has no files", ExitCode.ERROR)
     if as_json:

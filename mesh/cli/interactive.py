@@ -266,9 +266,9 @@ async def _forward(
     async with Dialler(socket_path) as dialler:
         forwarders = [(Forwarder(dialler, job, target, _report), local, target) for local, target in wanted]
         try:
-            ports = []
+            ports, problems = [], []
             for forwarder, local, target in forwarders:
-                await forwarder.check()
+                problems.append(await forwarder.problem())
                 ports.append({"local": await forwarder.listen(local), "target": target.replace("-", " ", 1)})
             if as_json:
                 print_json({"job": job, "node": found["node"], "ports": ports})
@@ -278,6 +278,8 @@ async def _forward(
                         f"127.0.0.1:{port['local']} leads to {port['target']} of job {short_id(found)} on {found['node']}"
                     )
             sys.stdout.flush()
+            for problem in filter(None, problems):
+                _report(problem)
             return await _follow_moves(daemon, found)
         finally:
             for forwarder, _, _ in forwarders:

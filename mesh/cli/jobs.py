@@ -1,6 +1,7 @@
 """`mesh run`, `submit`, `ps`, `logs`, `wait`, `cancel`, and `mesh job migrate`, `events` and `recover`."""
 
 import json
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -232,10 +233,12 @@ def follow_log(
     """Copy a job's output after `skip` bytes to standard output until it ends; pass its moves and waits to `show`."""
     shown = ""
     while True:
-        _print_output(daemon.stream(f"/v1/jobs/{job}/log?follow=1{query}"), skip, raw)
+        open_line = _print_output(daemon.stream(f"/v1/jobs/{job}/log?follow=1{query}"), skip, raw)
         state = daemon.get(f"/v1/jobs/{job}")["job"]
         text = state_text(state)
         if text != shown:
+            if open_line and sys.stdout.isatty():
+                say()
             show(text)
             shown = text
         if state["state"] in OVER:
@@ -415,14 +418,17 @@ def _print_tail(pieces: Iterator[bytes], count: int, raw: bool = False) -> int:
     return size
 
 
-def _print_output(pieces: Iterator[bytes], skip: int, raw: bool = False) -> None:
-    output = Output(raw)
+def _print_output(pieces: Iterator[bytes], skip: int, raw: bool = False) -> bool:
+    """Print the output after `skip` bytes; return whether its last line has no end."""
+    output, last = Output(raw), b"\n"
     try:
         for piece in pieces:
-            output.write(piece[skip:])
+            output.write(data := piece[skip:])
+            last = data[-1:] or last
             skip = max(0, skip - len(piece))
     finally:
         output.close()
+    return last != b"\n"
 
 
 @click.command()

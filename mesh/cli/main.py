@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,10 @@ class Mesh(LazyGroup):
                 ctx.exit(code)
             raise
         except MeshError as error:
-            say(f"mesh: {error}", err=True)
+            text = str(error)
+            if error.code == ExitCode.NO_DAEMON and ctx.obj:  # without --state, they would be about another node
+                text = text.replace("`mesh ", f"`mesh --state {shlex.quote(ctx.obj)} ")
+            say(f"mesh: {text}", err=True)
             if error.code == ExitCode.USAGE and (text := other_release(ctx.obj)):
                 say(f"mesh: {text}", err=True)
             ctx.exit(self._own_code(ctx, int(error.code)))

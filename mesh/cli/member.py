@@ -210,13 +210,15 @@ class _Request(NamedTuple):
 
 
 def _invited(where: Layout, text: str, nick: str | None, user: str | None, ssh_identity: Path | None) -> _Request:
-    from membership.trust import TrustStore, parse_invite, prove_invite
+    from membership.trust import TrustStore, WrongTerms, parse_invite, prove_invite
 
     try:
         invite = parse_invite(text, time.time())
         store = TrustStore(invite.genesis)
         grant = store.open_grant(invite.grant)[1] if invite.grant else None
         addresses = tuple(parse_seed(seed, GOSSIP_PORT) for seed in invite.seeds)
+    except WrongTerms as error:
+        raise MeshError(str(error), ExitCode.USAGE) from error
     except ValueError as error:
         raise MeshError(str(error), ExitCode.REFUSED) from error
     if grant is not None and user is not None and (grant.mine or (grant.uses == 1 and grant.user != user)):

@@ -90,7 +90,8 @@ def _run(ctx: click.Context) -> None:
         import textual  # noqa: F401
     except ImportError as error:
         raise MeshError(
-            "`mesh top` needs textual, which is not installed: pip install textual, or use `mesh top --once`"
+            "`mesh top` needs textual, which is not installed: install campus-mesh with its extra `top` "
+            "(`pipx install --force 'campus_mesh-VERSION-py3-none-any.whl[top]'`), or use `mesh top --once`"
         ) from error
     from mesh.top.answers import Source
     from mesh.top.app import Top

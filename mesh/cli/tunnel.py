@@ -283,15 +283,15 @@ class Forwarder:
         if self._server is not None:
             self._server.close()
 
-    async def check(self) -> None:
-        """Report a present problem before anyone connects; Gone if it is permanent."""
+    async def problem(self) -> str:
+        """Return what is in the way of a connection now; Gone if that is permanent."""
         try:
             async with self._dialler.opened(self._job, self._way):
-                return
+                return ""
         except Gone as error:
             if not error.again_s:
                 raise
-            self._report(str(error))
+            return str(error)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -82,8 +82,12 @@ def order_of(call: Call, terms: Terms) -> dict[str, Any]:
     """Return the body of a submission."""
     unknown = set(terms) - Terms.__annotations__.keys()
     if unknown:
+        from difflib import get_close_matches
+
+        near = [match for term in sorted(unknown) for match in get_close_matches(term, Terms.__annotations__, 1)]
+        meant = f" (did you mean {near[0]}?)" if near else ""
         raise TypeError(
-            f"no such term: {', '.join(sorted(unknown))}. What a job may be given is in mesh.sdk.payload.Terms; "
+            f"no such term: {', '.join(sorted(unknown))}{meant}. What a job may be given is in mesh.sdk.payload.Terms; "
             "arguments of the function by keyword go by functools.partial"
         )
     given: dict[str, Any] = dict(terms)

@@ -53,7 +53,7 @@ class Totals(NamedTuple):
         free = [f"{self.gpus_free:.3g}/{self.gpus} GPUs"] if self.gpus else []
         free += [f"{self.slots_free}/{self.slots} slots"] if self.slots else []
         parts = [alive, f"free: {', '.join(free)}" if free else "nothing is lent"]
-        parts.append(f"{plural(self.running, 'job')} run, {self.waiting} wait")
+        parts.append(f"{plural(self.running, 'job')} running, {self.waiting} waiting")
         parts.append(f"at risk {lasting(self.at_risk_s)}")
         if self.sending_bps:
             parts.append(f"sends {amount(self.sending_bps)}/s")

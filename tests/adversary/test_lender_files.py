@@ -15,7 +15,18 @@ from pathlib import Path
 import pytest
 
 from ckptstore.manifest import MAX_FILES
-from mesh.api.file_stream import HEADER_LIMIT, NOT_A_STREAM, Data, End, Entry, entries, frame, packed, unpack
+from mesh.api.file_stream import (
+    HEADER_LIMIT,
+    NOT_A_STREAM,
+    Data,
+    End,
+    Entry,
+    entries,
+    frame,
+    packed,
+    unpack,
+    unpack_file,
+)
 from mesh.sdk.futures import ANSWER_LIMIT, JobFailed, _answer_files
 from mesh.sdk.remote import ANSWER, PICKLE
 from mesh.util.errors import MeshError
@@ -284,6 +295,26 @@ def test_holes_arrive_as_holes(tmp_path: Path) -> None:
     assert (tmp_path / "copy" / "hole").stat().st_blocks * 512 < 1 << 20
     full = (tmp_path / "copy" / "full").stat()
     assert full.st_mode & 0o777 == 0o751 and full.st_mtime == 1_000_000
+
+
+def test_single_file_is_written_whole_and_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    for name, size in (("hole", 3 << 20), ("empty", 0), ("full", 0)):
+        with (tmp_path / "d" / name).open("wb") as file:
+            file.write(b"begin" if name != "empty" else b"")
+            file.truncate(size or file.tell())
+        written = io.BytesIO()
+        assert unpack_file(packed(tmp_path / "d" / name), written.write) == (1, written.tell(), 0)
+        assert written.getvalue() == (tmp_path / "d" / name).read_bytes()
+    with pytest.raises(MeshError, match="no single file"):
+        unpack_file(packed(tmp_path / "d"), io.BytesIO().write)
+
+
+def test_copy_makes_no_directory_that_was_not_there(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"content")
+    with pytest.raises(MeshError, match="is no directory: make it"):
+        unpack(packed(tmp_path / "f"), tmp_path / "no" / "such" / "f", "f")
+    assert not (tmp_path / "no").exists()
 
 
 def test_end_of_a_stream_is_within_reach_of_any_piece_size(tmp_path: Path) -> None:

@@ -63,6 +63,37 @@ def test_plain_name_is_taken(name: str) -> None:
     _check_order(SubmitOrder(argv=["true"], name=name, memory_mib=6))
 
 
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ({"retries": -1}, "retries is a number from 0, not -1"),
+        ({"retry_on": [3]}, "add --retries N"),
+        ({"ckpt_mode": "rename"}, "add --ckpt DIR"),
+        ({"argv": [".venv/bin/python", "t.py"], "workdir": "/w"}, r"`\.venv` is never copied\. Use --uv"),
+        ({"argv": ["./venv/bin/python"], "workdir": "/w"}, "`venv` is never copied"),
+    ],
+)
+def test_terms_that_could_have_no_effect_are_refused(terms: dict[str, Any], words: str) -> None:
+    with pytest.raises(MeshError, match=words) as caught:
+        _check_order(SubmitOrder(**{"argv": ["true"], **terms}))
+    assert caught.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"retries": 2, "retry_on": [3]},
+        {"ckpt": "c", "ckpt_mode": "rename"},
+        {"ckpt_mode": "system"},
+        {"argv": [".venv/bin/python"]},
+        {"argv": ["/opt/venv/bin/python"], "workdir": "/w"},
+        {"argv": ["python3", ".venv/x"], "workdir": "/w"},
+    ],
+)
+def test_terms_that_have_one_are_taken(terms: dict[str, Any]) -> None:
+    _check_order(SubmitOrder(**{"argv": ["true"], **terms}))
+
+
 @pytest.mark.parametrize("name", ["-a", "a.", "a b", "<b>", "größe", "x" * 65, "a\n", "a/b"])
 def test_name_that_would_ruin_a_table_is_refused(name: str) -> None:
     with pytest.raises(MeshError, match="cannot be a job's name: up to 64") as caught:

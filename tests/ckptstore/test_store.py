@@ -766,7 +766,11 @@ def test_what_no_manifest_can_hold_is_refused_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path / "store")
-    for name, words in (("sparse", "more than 1 TiB"), ("caf\udce9", "is not UTF-8"), ("a" * 200, "over the limit")):
+    for name, words in (
+        ("sparse", "more than 1 TiB"),
+        ("caf\udce9", r"the name ckpt/caf\\xe9 is not UTF-8"),
+        ("a" * 200, "over the limit"),
+    ):
         source = tmp_path / "in"
         source.mkdir()
         with monkeypatch.context() as bounded:

@@ -132,7 +132,8 @@ def test_down_leaves_the_guests_of_a_daemon_that_hangs(
     removed: list[Layout] = []
     monkeypatch.setattr("mesh.api.client.BUSY_S", 0.05)
     monkeypatch.setattr("mesh.daemon.leftovers.remove", removed.append)
-    done = CliRunner().invoke(cli, ["--state", str(tmp_path), "down"])
+    monkeypatch.setenv("MESH_STATE", str(tmp_path))
+    done = CliRunner().invoke(cli, ["down"])
     assert done.exit_code == ExitCode.NO_DAEMON and "`mesh killall` ends all guests" in done.stderr and not removed
 
 

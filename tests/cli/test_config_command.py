@@ -67,7 +67,10 @@ def test_config_ls_distinguishes_file_values_from_defaults(state: Path) -> None:
     assert run(state, "ls", "-q").output.split() == ["nick", "slots"]
 
 
-def test_each_setting_says_what_it_means_and_what_holds_without_a_value(state: Path) -> None:
+def test_each_setting_says_what_it_means_and_what_holds_without_a_value(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     rows = json.loads(run(state, "ls", "--json").output)["settings"]
     assert [row["key"] for row in rows if len(row["means"]) < 10] == []
     assert [row["key"] for row in rows if row["default"] is None and DEFAULT not in row["means"]] == []

@@ -3,14 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from mesh.cli.job_options import job_options, make_order
-from mesh.cli.jobs import _print_output, _print_tail, exit_code
+from mesh.cli.jobs import _print_output, _print_tail, exit_code, follow_log
 from mesh.cli.main import cli
 
 
@@ -66,6 +67,25 @@ def test_tail_prints_the_last_lines_and_returns_the_size(
 def test_followed_output_skips_bytes_already_shown(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     _print_output(iter([b"abc", b"def", b"gh"]), 4)
     assert capfdbinary.readouterr().out == b"efgh"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "skip", "open_line"),
+    [([b"a\n", b"b"], 0, True), ([b"a\n"], 0, False), ([], 0, False), ([b"a\n", b""], 0, False), ([b"ab"], 2, False)],
+)
+def test_output_tells_whether_its_last_line_has_an_end(pieces: list[bytes], skip: int, open_line: bool) -> None:
+    assert _print_output(iter(pieces), skip) == open_line
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, "no end\n"), (False, "no end")])
+def test_message_begins_on_a_line_of_its_own_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, shown: str
+) -> None:
+    state = {"job": {"state": "done", "detail": ""}}
+    daemon = SimpleNamespace(stream=lambda path: iter([b"no end"]), get=lambda path: state)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    follow_log(cast(Any, daemon), "j", lambda text: None)
+    assert capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize(

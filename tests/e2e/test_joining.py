@@ -207,14 +207,18 @@ def test_port_in_use_is_reported_with_the_next_step(home: Path) -> None:
 def test_missing_daemon_is_reported_with_the_next_step(home: Path) -> None:
     for arguments in (("ps",), ("nodes",), ("status",), ("submit", "--", "true"), ("down",), ("member", "invite")):
         done = mesh(home / "none", *arguments)
-        assert done.returncode == 3 and "mesh join INVITE" in done.stderr and done.stdout == "", (
-            "without a mesh, the next step is to join"
-        )
+        assert (
+            done.returncode == 3 and f"`mesh --state {home / 'none'} join INVITE`" in done.stderr and done.stdout == ""
+        ), "without a mesh, the next step is to join"
     assert mesh(home / "some", "init", "lab").returncode == 0
     stopped = mesh(home / "some", "down")
     assert stopped.returncode == 0 and stopped.stdout == "this node is not running\n"
     done = mesh(home / "some", "ps")
-    assert done.returncode == 3 and "Start one with `mesh up`" in done.stderr and done.stdout == ""
+    assert (
+        done.returncode == 3
+        and f"Start one with `mesh --state {home / 'some'} up`" in done.stderr
+        and done.stdout == ""
+    )
 
 
 def test_daemon_starts_once_and_again_after_it_was_killed(home: Path) -> None:

@@ -46,7 +46,8 @@ def test_effective_n_jobs_follows_n_jobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("terms", "error", "words"), [({}, MeshError, "no daemon answers"), ({"gpu": 1}, TypeError, "no such term: gpu")]
+    ("terms", "error", "words"),
+    [({}, MeshError, "no daemon answers"), ({"gpu": 1}, TypeError, r"no such term: gpu \(did you mean gpus\?\)")],
 )
 def test_submission_errors_are_raised(
     tmp_path: Path, terms: dict[str, Any], error: type[Exception], words: str

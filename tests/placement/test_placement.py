@@ -254,7 +254,7 @@ def test_impossible_request_is_refused_at_submission() -> None:
     assert "5000 MiB" in str(cannot_ever(Request(JOB, 0, "a", gpus=1, vram_mib=5000), adverts))
     assert cannot_ever(Request(JOB, 0, "a", gpus=1), adverts) is None, "a GPU in use may become free"
     share = Request(JOB, 0, "a", **SHARE)  # type: ignore[arg-type]
-    assert "n1 cannot keep a job to a share of a GPU" in str(cannot_ever(share, adverts))
+    assert "n1: cannot keep a job to a share of a GPU" in str(cannot_ever(share, adverts))
     assert cannot_ever(share, [advert(NODES[0], gpus=(gpu(1, 1000),), guards=True)]) is None
     assert "no node can run it now (30 % of 1 GPUs, 600 MiB each)" in explain(share, rank_nodes(share, adverts))[0]
 

@@ -43,8 +43,8 @@ def test_gpu_jobs_have_own_platform() -> None:
 def test_job_that_no_node_can_save_is_refused_at_submission() -> None:
     nobody = [offering(NODE, SystemCheckpoints()), offering(OTHER, SystemCheckpoints(problem="criu is not installed"))]
     told = cannot_ever(REQUEST, nobody)
-    assert told is not None and "n1 makes no system checkpoints: it does not offer them" in told
-    assert "n2 makes no system checkpoints: criu is not installed" in told
+    assert told is not None and "n1: makes no system checkpoints: it does not offer them" in told
+    assert "n2: makes no system checkpoints: criu is not installed" in told
     assert cannot_ever(REQUEST, [*nobody, offering(b"\3" * 32, SystemCheckpoints(platform="a"))]) is None
 
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from math import inf
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from mesh.consensus.proposer import WANT_WITNESSES
 from mesh.execution.control_files import read_file
 from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
-from mesh.jobs.workdir import collect_files
+from mesh.jobs.workdir import ALWAYS_IGNORED, collect_files
 from mesh.journal import Journal
 from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import (
@@ -365,6 +365,17 @@ def _check_order(order: SubmitOrder) -> None:
     if order.memory_mib is not None and order.memory_mib < LEAST_MEMORY_MIB:
         words = f"a job needs {LEAST_MEMORY_MIB} MiB of memory at least (--memory), and most need far more"
         raise MeshError(words, ExitCode.USAGE)
+    if order.retries < 0:
+        raise MeshError(f"retries is a number from 0, not {order.retries}", ExitCode.USAGE)
+    if order.retry_on and not order.retries:
+        raise MeshError("--retry-on chooses among retries, and there are none: add --retries N", ExitCode.USAGE)
+    if order.ckpt is None and order.ckpt_mode in {"rename", "marker"}:
+        raise MeshError(f"--ckpt-mode {order.ckpt_mode} is about a directory: add --ckpt DIR", ExitCode.USAGE)
+    program = PurePath(*order.argv[:1])
+    left_out = [part for part in program.parts if part in ALWAYS_IGNORED]
+    if order.workdir is not None and left_out and not program.is_absolute():
+        words = f"{program} is not there on a node: `{left_out[0]}` is never copied"
+        raise MeshError(f"{words}. Use --uv, or a program of the node, as python3", ExitCode.USAGE)
 
 
 def _network(names: list[str]) -> tuple[str, ...]:

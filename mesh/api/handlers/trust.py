@@ -5,7 +5,16 @@ import time
 from membership.addresses import address_text
 from membership.identity import Identity, format_id, short_id
 from membership.node import MembershipNode
-from membership.trust import ROLES, NameTaken, TrustError, TrustStore, make_invite, make_promotion, make_revocation
+from membership.trust import (
+    ROLES,
+    NameTaken,
+    TrustError,
+    TrustStore,
+    WrongTerms,
+    make_invite,
+    make_promotion,
+    make_revocation,
+)
 from mesh.api import schemas
 from mesh.api.handlers.lookup import find_node
 from mesh.api.requests import ApproveOrder, InviteOrder
@@ -56,6 +65,8 @@ class TrustHandlers:
                 f"{error}: for another machine of {order.user}, run `mesh member invite --mine` on a machine of theirs",
                 ExitCode.REFUSED,
             ) from error
+        except WrongTerms as error:
+            raise MeshError(str(error), ExitCode.USAGE) from error
         except TrustError as error:
             raise MeshError(str(error), ExitCode.REFUSED) from error
 
