@@ -1,15 +1,17 @@
 """Saver: reads a tree of files into a pack, split into chunks, hashed and encoded on a few threads.
 
 A guest may write, truncate or remove files at any time. So files are read, never mapped (truncating a mapped file kills its
-reader), and a file that changed while it was read is not saved.
+reader), and a tree in which anything changed from before its first file was read until after its last is not saved.
 """
 
+import contextlib
+import errno
 import os
 import re
 import stat
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
@@ -18,12 +20,13 @@ from ckptstore.chunker import Piece, label, split
 from ckptstore.cipher import StateCipher
 from ckptstore.codec import choose, encode
 from ckptstore.encoding import WIDTHS, Base, Bytes, Encoding
-from ckptstore.errors import BadManifest, BadPath, FileChanged
+from ckptstore.errors import BadManifest, BadPath, FileChanged, StoreError
 from ckptstore.manifest import MAX_BYTES, MAX_FILES, Chunk, FileEntry, check_link, check_path, check_text
 from ckptstore.mappings import mapped_for_writing
 from ckptstore.pack import Location, PackWriter, chunk_name, next_data, read_at, wrap
+from ckptstore.tree_scan import TICK_NS, Look, Scan, check_same, settled
 
-TICK_NS = 50_000_000  # file times lag behind the clock by up to a kernel tick, 10 ms at 100 Hz
+RACES = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # of opening a path that the guest removes or replaces meanwhile
 DIGITS = re.compile(r"\d+")  # digits of a path are usually the step
 
 
@@ -67,25 +70,37 @@ class Saver:
     def ids(self) -> bytes:
         return b"".join(self._numbers)
 
-    def add(self, prefix: str, path: Path, real: str = "", whole: bool = True) -> None:
-        """Save a file, a link, or a directory, if `whole` with its contents. `real` is its path with links resolved."""
-        real = real or f"{os.path.realpath(path.parent)}/{path.name}"
-        try:
-            info = path.lstat()
-        except FileNotFoundError as error:
-            raise FileChanged(f"{path} was removed while it was being saved") from error
-        check_path(prefix)
-        check_text(prefix)
+    def add(self, prefix: str, path: Path, whole: bool = True, before: Scan | None = None) -> None:
+        """Save a file, a link, or a directory, if `whole` with its contents, as they are at one moment.
+
+        FileChanged if anything changes while it is read, or has changed since the scan `before`.
+        """
+        real = f"{os.path.realpath(path.parent)}/{path.name}"
         if len(self.files) + len(self.left_out) >= MAX_FILES:
             raise BadManifest(f"there are more than {MAX_FILES} files: pack small files into few large ones")
-        if stat.S_ISLNK(info.st_mode):
-            self._add_link(prefix, info.st_mode, str(path.readlink()))
-        elif stat.S_ISDIR(info.st_mode):
-            self.files.append(FileEntry(prefix, info.st_mode, 0))
-            for child in sorted(path.iterdir()) if whole else ():
-                self.add(f"{prefix}/{child.name}", child, f"{real}/{child.name}")
-        elif stat.S_ISREG(info.st_mode):
-            self._add_file(prefix, path, real)
+        with _reading(path):
+            found = settled(path, MAX_FILES - len(self.files) - len(self.left_out), whole)
+        if before is not None and found != before:
+            raise FileChanged(f"{path} changed before it could be saved")
+        self._clean(path, found)
+        for name, look in found.items():
+            below = f"/{name}" if name else ""
+            self._add(f"{prefix}{below}", path / name, f"{real}{below}", look)
+        with _reading(path):
+            check_same(path, found, whole)
+
+    def _add(self, prefix: str, path: Path, real: str, look: Look) -> None:
+        """Save one entry of a tree. `real` is its path with links resolved."""
+        check_path(prefix)
+        check_text(prefix)
+        if stat.S_ISLNK(look.mode):
+            with _reading(path):
+                target = str(path.readlink())
+            self._add_link(prefix, look.mode, target)
+        elif stat.S_ISDIR(look.mode):
+            self.files.append(FileEntry(prefix, look.mode, 0))
+        elif stat.S_ISREG(look.mode):
+            self._add_file(prefix, path, real, look)
         elif self._places is not None:  # of a program that has ended, or will open it again
             self.left_out.append(prefix)
         else:
@@ -107,47 +122,33 @@ class Saver:
         else:
             self.files.append(FileEntry(prefix, mode, 0, (), target))
 
-    def _add_file(self, prefix: str, path: Path, real: str) -> None:
+    def _add_file(self, prefix: str, path: Path, real: str, look: Look) -> None:
         # The n-th file with this path, digits aside, is compared with the n-th one of the parent checkpoint.
         shape = DIGITS.sub("#", prefix)
         self._same_shape[shape] += 1
         key = f"{shape}\0{self._same_shape[shape]}"
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise FileChanged(f"{path} was removed while it was being saved") from error
-        try:
-            # Since it was listed, a parent directory may have become a link to files that the guest may not read.
-            if os.readlink(f"/proc/self/fd/{descriptor}") != real:  # noqa: PTH115
-                raise FileChanged(f"{path} was moved while it was being saved")
-            before = os.fstat(descriptor)
-            if not stat.S_ISREG(before.st_mode):
-                raise FileChanged(f"{path} was replaced while it was being saved")
-            self._bytes += before.st_size
-            if self._bytes > MAX_BYTES:
-                raise BadManifest(f"the files hold more than {MAX_BYTES >> 40} TiB (holes count) with {path}")
-            self._clean(descriptor, before)
-            pieces = split(lambda length, offset: os.pread(descriptor, length, offset), before.st_size)
+        self._bytes += look.size
+        if self._bytes > MAX_BYTES:
+            raise BadManifest(f"the files hold more than {MAX_BYTES >> 40} TiB (holes count) with {path}")
+        with _opened(path, real, look) as descriptor:
+            pieces = split(lambda length, offset: os.pread(descriptor, length, offset), look.size)
             chunks = self._add_pieces(descriptor, key, pieces, path)
-            after = path.lstat()
-        except FileNotFoundError as error:
-            raise FileChanged(f"{path} was removed while it was being saved") from error
-        finally:
-            os.close(descriptor)
-        if _fingerprint(before) != _fingerprint(after):
-            raise FileChanged(f"{path} changed while it was being saved")
-        self.files.append(FileEntry(prefix, after.st_mode, after.st_size, tuple(chunks)))
+        self.files.append(FileEntry(prefix, look.mode, look.size, tuple(chunks)))
 
-    def _clean(self, descriptor: int, before: os.stat_result) -> None:
-        """Write back the pages of a file that is mapped for writing, so that each later write changes its times.
+    def _clean(self, path: Path, found: Scan) -> None:
+        """Write back the pages of files that are mapped for writing, so that each later write changes their times.
 
         Other files are not written back, which takes as long as their bytes take to the disk (1 GiB: 0.5 s, a save of it 1.3 s).
         """
-        if before.st_ctime_ns > self._mapped_ns - TICK_NS:  # it may have been mapped and written since
+        newest_ns = max(look.ctime_ns for look in found.values())
+        if newest_ns > self._mapped_ns - TICK_NS:  # one may have been mapped and written since
             self._mapped_ns = time.time_ns()
             self._mapped = mapped_for_writing()
-        if (before.st_dev, before.st_ino) in self._mapped:
-            os.fsync(descriptor)
+        for name, look in found.items() if self._mapped else ():
+            if (look.device, look.inode) in self._mapped and stat.S_ISREG(look.mode):
+                real = f"{os.path.realpath(path.parent)}/{path.name}" + (f"/{name}" if name else "")
+                with _opened(path / name, real, look) as descriptor:
+                    os.fsync(descriptor)
 
     def _add_pieces(self, descriptor: int, key: str, pieces: list[Piece], path: Path) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -215,6 +216,28 @@ class Saver:
         return known
 
 
-def _fingerprint(info: os.stat_result) -> tuple[int, int, int, int]:
-    # Two writes may fall into one clock tick and leave the size equal, so inode and change time are compared too.
-    return (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+@contextlib.contextmanager
+def _opened(path: Path, real: str, look: Look) -> Iterator[int]:
+    """Open a file of the guest for reading. FileChanged unless it is the one that had this look."""
+    with _reading(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Since it was listed, a parent directory may have become a link to files that the guest may not read.
+        if os.readlink(f"/proc/self/fd/{descriptor}") != real:  # noqa: PTH115
+            raise FileChanged(f"{path} was moved while it was being saved")
+        if Look.of(os.fstat(descriptor)) != look:
+            raise FileChanged(f"{path} changed while it was being saved")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn errors of the guest's own tree into FileChanged or StoreError, lest they are taken for errors of the store."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in RACES:
+            raise FileChanged(f"{error.filename or path} was removed while it was being saved") from error
+        raise StoreError(f"{error.filename or path} cannot be read: {error.strerror}") from error

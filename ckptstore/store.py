@@ -43,6 +43,7 @@ from ckptstore.objects import ObjectStore
 from ckptstore.pack import PackWriter, sync_directory, write_at
 from ckptstore.receiver import Receiver
 from ckptstore.restorer import restore
+from ckptstore.tree_scan import Scan
 from membership.malformed import MALFORMED
 
 THREADS = min(4, os.cpu_count() or 1)  # for reading, hashing and encoding; each uses up to 24 MiB
@@ -148,12 +149,14 @@ class Store(ObjectStore):
         user: str = "",
         places: Mapping[str, str] | None = None,
         whole: bool = True,
+        scans: Mapping[str, Scan] | None = None,
     ) -> SavedManifest:
         """Save files and directories under their prefixes, for the job of `user`, encrypted if there is a `cipher`. Directories
         come with their contents if `whole`.
 
         Only new chunks are written. With `compress` they are compressed, or stored as deltas to chunks of `parent` where that is
-        shorter. FileChanged if a file changes meanwhile; then the store is unchanged. `places`: see `Saver`.
+        shorter. FileChanged, with the store unchanged, if anything under a prefix changes while that is read, or since its scan
+        in `scans`. `places`: see `Saver`.
         """
         from ckptstore.saver import Saver
 
@@ -167,7 +170,7 @@ class Store(ObjectStore):
 
                 saver = Saver(writer, self._pool, THREADS, self.hold, read, bases, compress, cipher, places)
                 for prefix, path in sorted(roots.items()):
-                    saver.add(prefix, path, whole=whole)
+                    saver.add(prefix, path, whole, (scans or {}).get(prefix))
                 manifest = Manifest(
                     version=FORMAT_VERSION,
                     job=job,

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from ckptstore.errors import BadManifest
 from ckptstore.mappings import mapped_for_writing
+from ckptstore.tree_scan import Look, Scan, scan
 from mesh.model.spec import Checkpointing
 from mesh.util import trees
 from mesh.util.mounts import device_of, numbers_on
@@ -37,12 +39,13 @@ _SENTINELS = {"checkpoint-is-incomplete.txt"}
 
 class CommittedTree(msgspec.Struct, frozen=True):
     """A complete state: `roots` for the store, `resume` is the entry below the checkpoint directory, and `key` tells it from
-    others.
+    others. `scans`: by root, what it must still look like when it is saved.
     """
 
     roots: dict[str, Path]
     resume: str
     key: tuple[tuple[str, int, int], ...]
+    scans: dict[str, Scan] = {}
 
 
 class _Entry(NamedTuple):
@@ -77,7 +80,7 @@ def committed_tree(
     entries = []
     for count, path in enumerate(directory.iterdir()):
         if count == MOST_ENTRIES:
-            raise OSError(errno.E2BIG, f"the checkpoint directory has more than {MOST_ENTRIES} files and directories")
+            raise _too_many()
         if not unfinished(path.name):
             with suppress(OSError):  # the guest may delete old entries meanwhile, or close them
                 info = path.lstat()
@@ -132,21 +135,28 @@ def _oldest_first(entries: Sequence[_Entry]) -> list[_Entry]:
 
 def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool, known: object) -> CommittedTree | None:
     with suppress(FileNotFoundError):
-        files = files_below(directory)
-        if any(unfinished(path.name) for path in files):
+        found = look_at(directory)
+        files = {name: look for name, look in found.items() if not stat.S_ISDIR(look.mode)}
+        if any(unfinished(name.rpartition("/")[2]) for name in files):
             return None
-        newest = max((max(info.st_mtime, info.st_ctime) for info in files.values()), default=0.0)
+        newest = max((max(look.mtime_ns, look.ctime_ns) for look in files.values()), default=0) / 1e9
         settled = ended or now_unix - newest >= rules.stable_s
-        key = tuple((str(path.relative_to(directory)), info.st_mtime_ns, info.st_size) for path, info in files.items())
+        key = tuple((name, look.mtime_ns, look.size) for name, look in files.items())
         if files and settled and (ended or key == known or not open_for_writing(directory, files.values())):
-            return CommittedTree(roots={"ckpt": directory}, resume="", key=key)
+            return CommittedTree(roots={"ckpt": directory}, resume="", key=key, scans={"ckpt": found})
     return None
 
 
-def files_below(directory: Path) -> dict[Path, os.stat_result]:
-    """Return all files and links below a directory. FileNotFoundError if one is removed meanwhile."""
-    files = (entry for entry in trees.walk(directory) if not entry.is_dir(follow_symlinks=False))
-    return {Path(entry.path): entry.stat(follow_symlinks=False) for entry in files}
+def look_at(directory: Path) -> Scan:
+    """Scan a checkpoint directory. OSError if it has too many entries, or one is removed meanwhile."""
+    try:
+        return scan(directory, MOST_ENTRIES)
+    except BadManifest as error:
+        raise _too_many() from error
+
+
+def _too_many() -> OSError:
+    return OSError(errno.E2BIG, f"the checkpoint directory has more than {MOST_ENTRIES} files and directories")
 
 
 def being_written(directory: Path) -> frozenset[str]:
@@ -160,14 +170,14 @@ def unfinished(name: str) -> bool:
     return name.startswith(".") or name.endswith(_UNFINISHED_SUFFIXES) or name in _SENTINELS
 
 
-def open_for_writing(directory: Path, files: Iterable[os.stat_result]) -> bool:
+def open_for_writing(directory: Path, files: Iterable[Look]) -> bool:
     """Tell whether a process that we may inspect has one of these files of `directory` open for writing, or mapped shared and
     writable.
 
     Files are compared by inode: a container has other paths for them. Only files on the same device are read: a file system
     that a guest serves could block the reader for ever.
     """
-    inodes = {(info.st_dev, info.st_ino) for info in files if stat.S_ISREG(info.st_mode)}
+    inodes = {(look.device, look.inode) for look in files if stat.S_ISREG(look.mode)}
     device, numbers = device_of(directory), {number for _, number in inodes}
     for process in Path("/proc").iterdir():
         if process.name.isdigit():

@@ -14,6 +14,7 @@ from ckptstore.compression_policy import CompressionPolicy
 from ckptstore.errors import StoreError
 from ckptstore.manifest import Kind
 from ckptstore.store import SavedManifest, Store
+from ckptstore.tree_scan import Scan
 from mesh.checkpoints.loss_estimate import LossEstimate
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import Replicator, Sent
@@ -86,10 +87,16 @@ class CheckpointWriter:
             self._saving = msgspec.structs.replace(self._saving, sent=sent.sent, size=sent.size, nodes=sent.nodes)
 
     async def checkpoint(
-        self, roots: dict[str, Path], order: SaveCheckpoint, since_s: float, step: int | None, resume: str | None = None
+        self,
+        roots: dict[str, Path],
+        order: SaveCheckpoint,
+        since_s: float,
+        step: int | None,
+        resume: str | None = None,
+        scans: Mapping[str, Scan] | None = None,
     ) -> CheckpointStored:
-        """Store and replicate a checkpoint of what was computed until `since_s`. StoreError, SaveTorn if a file changes
-        meanwhile, OSError.
+        """Store and replicate a checkpoint of what was computed until `since_s`. StoreError, FileChanged if a tree changes
+        meanwhile or since its scan, OSError.
         """
         assert self._spec.checkpointing is not None
         rules, replica_policy = self._spec.checkpointing, self._replica_policy()
@@ -97,7 +104,7 @@ class CheckpointWriter:
         compress = self._compression.should_compress(self._replicator.bandwidth.mean_bps(self._holders), idle_cores)
         begun = time.monotonic()
         with self._tells("checkpoint", order.seq):
-            saved = await self._keep("checkpoint", roots, order, replica_policy, resume, compress)
+            saved = await self._keep("checkpoint", roots, order, replica_policy, resume, compress, scans)
             self.last_save = (saved.new_bytes, time.monotonic() - begun)
             self.state_bytes = saved.manifest.total_bytes
             if compress:
@@ -149,6 +156,7 @@ class CheckpointWriter:
         replica_policy: ReplicaPolicy,
         resume: str | None = None,
         compress: bool = True,
+        scans: Mapping[str, Scan] | None = None,
     ) -> SavedManifest:
         """Save to this node's own store."""
         saved = await asyncio.to_thread(
@@ -167,6 +175,7 @@ class CheckpointWriter:
             cipher=self.cipher,
             user=self._spec.user,
             places=self._places,
+            scans=scans,
         )
         if saved.left_out and not self._left_out:
             self._left_out = True

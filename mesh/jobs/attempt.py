@@ -677,7 +677,8 @@ class Attempt:
             step = self.progress.step if self.progress is not None else None
             logs = await asyncio.to_thread(snapshot_logs, self.base, self.log_path)
             try:
-                stored = await self.writer.checkpoint({**tree.roots, "log": logs}, order, boot_s(), step, tree.resume)
+                roots = {**tree.roots, "log": logs}
+                stored = await self.writer.checkpoint(roots, order, boot_s(), step, tree.resume, tree.scans)
             except FileChanged:
                 if not remaining:
                     raise

@@ -126,7 +126,7 @@ class Observer:
         """Read the checkpoint directory, and files outside of it, while no checkpoint is committed."""
         if not self._files:
             return
-        from mesh.checkpoints.commit_modes import MARKER, files_below, open_for_writing, unfinished
+        from mesh.checkpoints.commit_modes import MARKER, look_at, open_for_writing, unfinished
 
         seen = self._files[max(self._files)]
         begun, now = self._running_unix(max(self._files)), time.time()
@@ -145,7 +145,7 @@ class Observer:
             largest = sorted(outside, key=lambda stray: -stray[1])[:STRAYS_TOLD] or self._directory_state.outside
             entries, opened = entries or list(self._directory_state.entries), self._directory_state.open
             with suppress(OSError):  # the job may delete files meanwhile
-                opened = open_for_writing(seen.base / "ckpt", files_below(seen.base / "ckpt").values())
+                opened = open_for_writing(seen.base / "ckpt", look_at(seen.base / "ckpt").values())
             self._directory_state = DirectoryState(
                 tuple(entries), opened, tuple(largest), self._directory_state.trouble
             )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.tree_scan import Look, scan
 from mesh.checkpoints import commit_modes
 from mesh.checkpoints.commit_modes import MOST_BESIDE, committed_tree, link_checkpoints, open_for_writing
 from mesh.model.spec import Checkpointing
@@ -120,14 +121,25 @@ def test_files_saved_beside_checkpoints_are_bounded(tmp_path: Path) -> None:
     assert tree is not None and "ckpt/step-1" in tree.roots and len(tree.roots) == 1 + MOST_BESIDE
 
 
-def test_checkpoint_directory_has_a_bounded_number_of_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_modes, "MOST_ENTRIES", 3)
+@pytest.mark.parametrize(("rules", "most"), [(RENAME, 3), (STABLE, 7)])
+def test_checkpoint_directory_has_a_bounded_number_of_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: Checkpointing, most: int
+) -> None:
+    """Mode `stable` looks at the whole tree: the directory itself, and three more with a file each."""
+    monkeypatch.setattr(commit_modes, "MOST_ENTRIES", most)
     for number in range(3):
         entry(tmp_path, f"step-{number}")
-    assert committed_tree(tmp_path, RENAME, time.time()) is not None
+    assert committed_tree(tmp_path, rules, time.time() + 60) is not None
     (tmp_path / ".fourth").touch()
-    with pytest.raises(OSError, match="has more than 3 files and directories"):
-        committed_tree(tmp_path, RENAME, time.time())
+    with pytest.raises(OSError, match=f"has more than {most} files and directories"):
+        committed_tree(tmp_path, rules, time.time() + 60)
+
+
+def test_stable_mode_tells_what_its_tree_must_still_look_like(tmp_path: Path) -> None:
+    entry(tmp_path, "step-1")
+    tree = committed_tree(tmp_path, STABLE, time.time() + 6)
+    assert tree is not None and tree.scans == {"ckpt": scan(tmp_path)}
+    assert set(tree.scans["ckpt"]) == {"", "step-1", "step-1/state.bin"}
 
 
 def test_checkpoints_are_not_compared_with_every_file_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +200,9 @@ def test_open_files_of_other_file_systems_are_not_asked_for(tmp_path: Path) -> N
     """A guest may serve one that never answers: a file in memory stands for its file, and is found only by asking."""
     other = os.memfd_create("other")
     try:
-        assert not open_for_writing(tmp_path, [os.fstat(other)])
+        assert not open_for_writing(tmp_path, [Look.of(os.fstat(other))])
         with (tmp_path / "own").open("wb") as own:
-            assert open_for_writing(tmp_path, [os.fstat(own.fileno())])
+            assert open_for_writing(tmp_path, [Look.of(os.fstat(own.fileno()))])
     finally:
         os.close(other)
 

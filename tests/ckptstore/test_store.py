@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptstore import collector, saver
+from ckptstore import collector, saver, tree_scan
 from ckptstore import manifest as manifest_module
 from ckptstore import receiver as receiver_module
 from ckptstore.checker import verify
@@ -63,6 +63,7 @@ from ckptstore.pack import (
     wrap,
 )
 from ckptstore.store import BLOCK_BYTES, Fence, SavedManifest, Store
+from ckptstore.tree_scan import scan
 from tests.ckptstore.worlds import (
     CIPHER,
     JOB,
@@ -267,7 +268,7 @@ def test_file_that_becomes_a_pipe_during_a_save_is_an_error(tmp_path: Path, monk
         return real(path, *more, **options)
 
     monkeypatch.setattr(os, "open", meddle)
-    with pytest.raises(FileChanged, match="replaced"):
+    with pytest.raises(FileChanged, match="changed while it was being saved"):
         save(store, tmp_path / "in")
     assert store.manifests() == []
 
@@ -294,9 +295,8 @@ def test_file_written_through_a_mapping_during_a_save_is_an_error(
     write_tree(tmp_path / "in", {"w": bytes(CHUNK_BYTES)})
     with (tmp_path / "in" / "w").open("r+b") as file:
         mapping = Mapping(file.fileno(), CHUNK_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
-    mapping.fill(1)
-    time.sleep(0.1)  # its pages are dirty, so that another write changes no time
     store = open_store(tmp_path / "store")
+    mapping.fill(1)  # its pages are dirty, so that another write changes no time
 
     def read(*given: Any) -> int:
         mapping.fill(2)
@@ -308,6 +308,103 @@ def test_file_written_through_a_mapping_during_a_save_is_an_error(
     monkeypatch.undo()
     save(store, tmp_path / "in")
     mapping.close()
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_tree_is_saved_as_it_is_at_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """A program writes its next state while the store reads: no file changes while it is itself read."""
+    write_tree(tmp_path / "in", {"a": b"old", "b": b"old"})
+    store, real = open_store(tmp_path / "store"), saver.Saver._add_file
+
+    def add(one: saver.Saver, prefix: str, path: Path, *more: Any) -> None:
+        if path.name == "a" and first == "b":
+            (tmp_path / "in" / "b").write_bytes(b"new")
+        real(one, prefix, path, *more)
+        if path.name == "a" and first == "a":
+            (tmp_path / "in" / "a").write_bytes(b"new")
+
+    monkeypatch.setattr(saver.Saver, "_add_file", add)
+    with pytest.raises(FileChanged, match=f"in/{first} changed while it was being saved"):
+        save(store, tmp_path / "in")
+    assert store.manifests() == [] and not [*store.tmp.iterdir(), *store.packs.iterdir()]
+
+
+@pytest.mark.parametrize("change", ["a new file", "a removed file", "another mode", "an equal file in its place"])
+def test_every_change_of_a_tree_during_a_save_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    write_tree(tmp_path / "in", {"a": b"a", "below/b": b"b", "z": b"z"})
+    store, real = open_store(tmp_path / "store"), saver.Saver._add_file
+
+    def add(one: saver.Saver, prefix: str, path: Path, *more: Any) -> None:
+        real(one, prefix, path, *more)
+        if path.name == "z" and change == "a new file":
+            (tmp_path / "in" / "below" / "c").touch()
+        elif path.name == "z" and change == "a removed file":
+            (tmp_path / "in" / "a").unlink()
+        elif path.name == "z" and change == "another mode":
+            (tmp_path / "in" / "below").chmod(0o700)
+        elif path.name == "z":
+            write_tree(tmp_path, {"a": b"a"})
+            (tmp_path / "a").replace(tmp_path / "in" / "a")
+
+    monkeypatch.setattr(saver.Saver, "_add_file", add)
+    with pytest.raises(FileChanged):
+        save(store, tmp_path / "in")
+    monkeypatch.undo()
+    save(store, tmp_path / "in")
+
+
+def test_tree_that_changed_since_it_was_found_complete_is_not_saved(tmp_path: Path) -> None:
+    write_tree(tmp_path / "in", {"a": b"a"})
+    store, found = open_store(tmp_path / "store"), scan(tmp_path / "in")
+    write_tree(tmp_path / "in", {"a": b"b"})
+    with pytest.raises(FileChanged, match="changed before it could be saved"):
+        save(store, tmp_path / "in", scans={"ckpt": found})
+    save(store, tmp_path / "in", scans={"ckpt": scan(tmp_path / "in")})
+
+
+def test_reading_begins_once_a_later_write_has_another_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel gives all writes of a tick the same time, so a file that has just been written may change unnoticed."""
+    write_tree(tmp_path / "in", {"a": b"a"})
+    changed_ns, waited_s = (tmp_path / "in" / "a").stat().st_ctime_ns, list[float]()
+    monkeypatch.setattr(tree_scan.time, "time_ns", lambda: changed_ns)
+    monkeypatch.setattr(tree_scan.time, "sleep", waited_s.append)
+    tree_scan.settled(tmp_path / "in")
+    assert waited_s == [tree_scan.TICK_NS / 1e9]
+    monkeypatch.setattr(tree_scan.time, "sleep", lambda wait_s: (tmp_path / "in" / "a").chmod(0o600))
+    with pytest.raises(FileChanged):
+        tree_scan.settled(tmp_path / "in")
+
+
+def test_trouble_of_a_guest_with_its_own_tree_is_not_that_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is removed or replaced meanwhile is a change, so the save is tried again; what is closed is named."""
+    write_tree(tmp_path / "in", {"d/a": b"a"})
+    (tmp_path / "in" / "latest").symlink_to("d")
+    store = open_store(tmp_path / "store")
+    for name, module, call, code in (
+        ("latest", Path, "readlink", errno.ENOENT),
+        ("d", os, "scandir", errno.ENOTDIR),
+        ("a", os, "open", errno.ELOOP),
+        ("a", os, "open", errno.EACCES),
+    ):
+        real = getattr(module, call)
+
+        def fails(path: Any, *more: Any, real: Any = real, name: str = name, code: int = code, **options: Any) -> Any:
+            if str(path).endswith(f"in/{name}") or str(path).endswith(f"in/d/{name}"):
+                raise OSError(code, os.strerror(code), str(path))
+            return real(path, *more, **options)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(module, call, fails)
+            with pytest.raises(StoreError) as found:
+                save(store, tmp_path / "in")
+        if code == errno.EACCES:
+            assert str(found.value) == f"{tmp_path}/in/d/a cannot be read: Permission denied"
+        else:
+            assert isinstance(found.value, FileChanged), name
 
 
 def test_directory_replaced_by_a_link_during_a_save_is_an_error(

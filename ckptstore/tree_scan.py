@@ -1,0 +1,82 @@
+"""Scan of a tree of files: what each entry looks like from outside, so that a change while the tree is read is noticed.
+
+A change leaves another look only if the clock of file times has ticked since the one before: see `settled`.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptstore.errors import BadManifest, FileChanged
+from ckptstore.manifest import MAX_FILES
+
+TICK_NS = 20_000_000  # file times lag behind the clock by up to a kernel tick, 10 ms at 100 Hz
+
+
+class Look(NamedTuple):
+    """What tells one state of a file from another. Two writes may leave time and size equal, so inode and change time count."""
+
+    mode: int
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, info: os.stat_result) -> "Look":
+        return cls(info.st_mode, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+Scan = dict[str, Look]  # by path below the root, which is ""; a directory before what is in it
+
+
+def scan(root: Path, most: int = MAX_FILES, whole: bool = True) -> Scan:
+    """Return what is at `root`, with all that is below it if `whole`. BadManifest once it is more than `most`; OSError."""
+    return dict(_walk(root, most, whole))
+
+
+def settled(root: Path, most: int = MAX_FILES, whole: bool = True) -> Scan:
+    """Scan a tree once the clock of file times has passed its newest change, so that each later change leaves another look."""
+    found = scan(root, most, whole)
+    wait_ns = max(look.ctime_ns for look in found.values()) + TICK_NS - time.time_ns()
+    if wait_ns <= 0:
+        return found
+    time.sleep(min(wait_ns, TICK_NS) / 1e9)
+    check_same(root, found, whole)
+    return found
+
+
+def check_same(root: Path, before: Scan, whole: bool = True) -> None:
+    """Raise FileChanged unless a tree looks as it did `before`. OSError."""
+    left = dict.fromkeys(before)
+    for name, look in _walk(root, MAX_FILES, whole):
+        if before.get(name) != look:
+            raise FileChanged(f"{root / name} changed while it was being saved")
+        del left[name]
+    for name in left:
+        raise FileChanged(f"{root / name} was removed while it was being saved")
+
+
+def _walk(root: Path, most: int, whole: bool) -> Iterator[tuple[str, Look]]:
+    waiting = [("", Look.of(root.lstat()))]
+    left = most - 1
+    while waiting:
+        name, look = waiting.pop()
+        yield name, look
+        if not (whole and stat.S_ISDIR(look.mode)):
+            continue
+        inner = []
+        with os.scandir(root / name) as entries:
+            for entry in entries:
+                left -= 1
+                if left < 0:
+                    raise BadManifest(
+                        f"there are more than {most} files and directories: pack them into few large ones"
+                    )
+                path = f"{name}/{entry.name}" if name else entry.name
+                inner.append((path, Look.of(entry.stat(follow_symlinks=False))))
+        waiting += sorted(inner, reverse=True)
