@@ -161,7 +161,8 @@ StoredObject = tuple[ObjectHeader, memoryview]  # with its stored bytes
 class PackWriter:
     """Writes a pack in `tmp`, then publishes it as a whole. `add` may be called from several threads.
 
-    `foreign`: its chunks belong to jobs of other users than the node's own.
+    `foreign`: its chunks belong to jobs of other users than the node's own. There is no file before the first object, so
+    that one who never adds any owns nothing.
     """
 
     def __init__(self, tmp: Path, packs: Path, foreign: bool = False) -> None:
@@ -170,9 +171,7 @@ class PackWriter:
         self._temporary = tmp / f"{self.name}.pack"
         self._final = packs / f"{self.name}.pack"
         self._lock = threading.Lock()
-        self._file = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._open = True
-        write_at(self._file, PACK_MAGIC + _kind(foreign), 0)
+        self._file: int | None = None
         self._end = PACK_HEADER_BYTES
         self.locations: dict[bytes, Location] = {}
         self.raw_bytes = 0  # size of the chunks before encoding
@@ -188,25 +187,38 @@ class PackWriter:
         with self._lock:
             if header.id in self.locations:
                 return False
+            file = self._file = self._begun() if self._file is None else self._file
             offset = self._end
             self.locations[header.id] = Location(self.name, offset, length, header.base)
             self._end += length
             self.raw_bytes += header.raw_length
-        write_at(self._file, encode_header(header), offset)
-        write_at(self._file, stored, offset + HEADER_BYTES)
+        write_at(file, encode_header(header), offset)
+        write_at(file, stored, offset + HEADER_BYTES)
         return True
+
+    def _begun(self) -> int:
+        file = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            write_at(file, PACK_MAGIC + _kind(self.foreign), 0)
+        except BaseException:
+            os.close(file)
+            self._temporary.unlink()
+            raise
+        return file
 
     def read(self, identity: bytes) -> tuple[ObjectHeader, bytearray]:
         """Read back an object that was added."""
-        where = self.locations[identity]
-        header = decode_header(os.pread(self._file, HEADER_BYTES, where.offset))
+        where, file = self.locations[identity], self._file
+        assert file is not None
+        header = decode_header(os.pread(file, HEADER_BYTES, where.offset))
         stored = bytearray(header.stored_length)
-        read_at(self._file, stored, where.offset + HEADER_BYTES)
+        read_at(file, stored, where.offset + HEADER_BYTES)
         return header, stored
 
     def sync(self) -> None:
         """Make the objects durable, so that `publish` takes no longer than a rename."""
-        os.fsync(self._file)
+        if self._file is not None:
+            os.fsync(self._file)
 
     def publish(self) -> None:
         """Make the pack durable and visible; an empty one is removed."""
@@ -223,9 +235,9 @@ class PackWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        if self._open:
-            self._open = False
+        if self._file is not None:
             os.close(self._file)
+            self._file = None
 
 
 def scan_pack(path: Path) -> Iterator[tuple[ObjectHeader, int]]:

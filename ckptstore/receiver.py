@@ -24,7 +24,7 @@ MOST_OBJECTS = 2 * MAX_IDS  # of a stream: the chunks of a message, each with a 
 class Receiver:
     """Receives one stream. Nothing is kept unless `finish` or `keep` returns.
 
-    Calls are serialized; after `finish`, `keep` or `abort` they have no effect.
+    Calls are serialized; after `finish`, `keep` or `abort` they have no effect. One to which nothing was fed owns nothing.
     """
 
     def __init__(self, store: ObjectStore, max_bytes: int, foreign: bool = False) -> None:
@@ -36,7 +36,6 @@ class Receiver:
         self._ended = False
         self._room: tuple[int, int | None] = (-1, None)  # of the quotas, after so many packs were published
         self._writer = PackWriter(store.tmp, store.packs, foreign)
-        store.receiving.add(self._writer)
         self.arrived: set[bytes] = set()  # complete chunks, including those that the store had already
 
     def feed(self, data: Bytes) -> int:
@@ -113,6 +112,7 @@ class Receiver:
             base = self._base(header.base, encrypted=header.encrypted)
         if not header.encrypted:  # an encrypted one was verified as far as possible without its key
             open_chunk(header, stored, base)
+        self._store.receiving.add(self._writer)
         self._writer.add(header, stored)
 
     def _base(self, identity: bytes, *, encrypted: bool) -> Bytes | None:

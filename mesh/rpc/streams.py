@@ -131,7 +131,7 @@ async def taken(content: StreamReader, receiver: Receiver) -> int:
     CorruptChunk and other StoreErrors leave nothing; TimeoutError after IDLE_S seconds without data.
     """
     await received(content, receiver)
-    return await asyncio.to_thread(receiver.finish)
+    return await asyncio.shield(asyncio.to_thread(receiver.finish))  # it closes the pack, whoever leaves meanwhile
 
 
 async def received(content: StreamReader, receiver: Receiver, patience: Patience | None = None) -> None:

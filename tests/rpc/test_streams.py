@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -142,10 +143,11 @@ class Pieces:
 
     def __init__(self, *pieces: bytes) -> None:
         self._pieces = iter(pieces)
-        self.asked = threading.Semaphore(0)
+        self.asked, self.given = threading.Semaphore(0), 0
 
     async def readany(self) -> bytes:
         self.asked.release()
+        self.given += 1
         try:
             return next(self._pieces)
         except StopIteration:
@@ -184,4 +186,28 @@ async def test_damaged_then_broken_stream_keeps_nothing(tmp_path: Path) -> None:
         await taken(receiver.pieces, receiver)  # type: ignore[arg-type]
     assert store.missing([chunk_id(good)]) and not list((tmp_path / "packs").iterdir())
     assert not list((tmp_path / "tmp").iterdir())
+    store.close()
+
+
+async def test_stream_that_nobody_waits_for_any_more_leaves_nothing_open(tmp_path: Path) -> None:
+    """A peer hangs up while its upload begins, or while it ends, and all threads of this node have other work."""
+    store, free = open_store(tmp_path), threading.Event()
+    thread = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(thread)
+    begun = await asyncio.gather(*(asyncio.to_thread(store.receive, 10**9) for _ in range(3)))
+    assert not store.receiving and not list(store.tmp.iterdir())
+
+    pieces = Pieces(frame(b"one"), b"")
+    busy = thread.submit(free.wait)
+    ending = asyncio.create_task(taken(pieces, begun[0]))  # type: ignore[arg-type]
+    while pieces.given < 2 or begun[0].arrived != {chunk_id(b"one")}:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    free.set()
+    async with asyncio.timeout(60):
+        while store.receiving or list(store.tmp.iterdir()):
+            await asyncio.sleep(0.01)
+    assert busy.result()
     store.close()
