@@ -224,7 +224,7 @@ class Core:
 
     def publish_statement(self, sealed: bytes) -> None:
         """Apply a founder's statement made on this node, and publish it."""
-        if self.trust.admit_statement(sealed, self._clock.unix()):
+        if self.trust.admit_statement(sealed):
             self.publish_statements()
 
     def publish_statements(self, refresh: bool = False) -> None:

@@ -160,7 +160,7 @@ class MembershipNode:
             await self._reachability.choose(self.port, self._seeds[0][0] if self._seeds else None)
         except OSError as error:
             raise PortInUse(f"no address to advertise ({error}): give an IP address with --advertise") from error
-        await asyncio.to_thread(self._revocations.read_into, self.trust, now_unix)
+        await asyncio.to_thread(self._revocations.read_into, self.trust)
         await asyncio.to_thread(self._used_invites.read, now_unix)
         if self.identity.node_id in self.trust.revoked:
             raise TrustError("this node's key was revoked: ask for an invite and join with a new --state directory")

@@ -15,7 +15,7 @@ import msgspec
 from membership.envelope import OVERHEAD, EnvelopeError, open_envelope
 from membership.identity import ID_BYTES, NodeId
 from membership.malformed import MALFORMED
-from membership.trust import TooManyStatements, TrustError, TrustStore
+from membership.trust import TrustError, TrustStore
 
 MAX_BODY_BYTES = 16 * 1024
 MAX_RECORD_BYTES = MAX_BODY_BYTES + 1024  # envelope, name, and fields of later versions
@@ -133,7 +133,7 @@ class RecordTable:
         author = self._trust.credentials(node, now_unix)
         if author is None:
             return "unknown author"
-        if body.section.startswith(STATEMENTS) and not self._apply_statements(body.body, now_unix):
+        if body.section.startswith(STATEMENTS) and not self._apply_statements(body.body):
             return "invalid"
         sections = self._records.get(node)
         if sections:
@@ -264,15 +264,16 @@ class RecordTable:
         self._by_signature.pop(_signature(record.sealed), None)
         self._root ^= _fingerprint(record)
 
-    def _apply_statements(self, body: bytes, now_unix: float) -> bool:
+    def _apply_statements(self, body: bytes) -> bool:
         """Apply the founders' statements of a section, before any later message is handled (invariant S5)."""
         try:
-            for sealed in _revocations_decoder.decode(body):
-                # Nodes may keep different ones of a founder who has signed too many; those of the others count.
-                with suppress(TooManyStatements):
-                    self._trust.admit_statement(sealed, now_unix)
-        except (TrustError, *MALFORMED):
+            statements = _revocations_decoder.decode(body)
+        except MALFORMED:
             return False
+        for sealed in statements:
+            # An invalid one, or one of a founder who has signed too many, does not stop those of the others.
+            with suppress(TrustError):
+                self._trust.admit_statement(sealed)
         return True
 
     def _admit(self, node: bytes, chain: bytes, now_unix: float) -> bool:

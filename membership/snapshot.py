@@ -68,17 +68,18 @@ class RevocationFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read_into(self, trust: TrustStore, now_unix: float) -> None:
+    def read_into(self, trust: TrustStore) -> None:
         """Load the revocations before any message is accepted. A damaged file is an error: a revoked key must stay revoked."""
         try:
             for sealed in _sealed_decoder.decode(self.path.read_bytes()):
                 with suppress(TooManyStatements):  # a file of 0.1.0, which had one bound for all founders
-                    trust.admit_statement(sealed, now_unix)
+                    trust.admit_statement(sealed)
         except FileNotFoundError:
             return
         except (TrustError, *MALFORMED) as error:
             raise TrustError(
-                f"{self.path} is damaged ({error}): remove it; the other nodes send the revocations again"
+                f"{self.path} is damaged ({error}): restore it from a backup, or remove it; the other nodes send the "
+                "revocations that they know again"
             ) from error
 
     def write(self, sealed: list[bytes]) -> None:

@@ -12,7 +12,8 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
     `broken_calls` is the share of calls between checkpoint stores that end half-way or get no answer, while gossip passes.
     Every `brought_again_s`, to the end of the run, members bring the submissions of all unfinished jobs once more; 0: never.
-    `wrong_clock_s` is the error of the last node's wall clock. Others may reject that node, but it must do no harm.
+    `wrong_clock_s` is the error of the last node's wall clock. Others may reject that node, but it must do no harm. The founder's
+    clock has it, too, when it revokes a first node.
     `gentle` runs have only packet loss, stalls and false accusations; no healthy node may be declared dead in them (M12).
     """
 

@@ -187,7 +187,7 @@ def test_revoked_signer_does_not_count(campus: Campus, tmp_path: Path) -> None:
     heard.load()
     body = campus.said(campus.admitter, campus.admitter_chain, 1, WORD)
     assert heard.hear(record(body)) and heard.rules.judge("pytorch", None).rule == ""
-    trust.admit_statement(make_revocation(campus.founder, trust, campus.admitter.node_id, "left", NOW), NOW)
+    trust.admit_statement(make_revocation(campus.founder, trust, campus.admitter.node_id, "left", NOW))
     assert heard.rules.judge("pytorch", None).rule == "not listed"
     fresh = Catalogue(tmp_path / "x", campus.guest, trust, lambda: NOW)
     fresh.load()

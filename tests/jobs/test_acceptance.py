@@ -106,7 +106,7 @@ def test_job_of_another_user_or_a_revoked_one_is_refused(lab: Lab) -> None:
     stolen = lab.job(chain, lab.founder)
     with pytest.raises(SpecError):
         lab.authority.open_spec(*stolen)
-    lab.trust.admit_statement(make_revocation(lab.founder, lab.trust, lab.bob.node_id, "", NOW), NOW)
+    lab.trust.admit_statement(make_revocation(lab.founder, lab.trust, lab.bob.node_id, "", NOW))
     with pytest.raises(SpecError, match="revoked"):
         lab.authority.open_spec(*lab.job(chain))
 

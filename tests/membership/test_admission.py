@@ -108,7 +108,7 @@ def test_answer_to_another_request_or_by_another_node_is_refused() -> None:
 
 def test_revoked_node_gets_its_state_and_is_never_considered() -> None:
     requests, store = join_requests()
-    store.admit_statement(make_revocation(ROOT, store, STRANGER.node_id, "", NOW), NOW)
+    store.admit_statement(make_revocation(ROOT, store, STRANGER.node_id, "", NOW))
     sealed = requests.answer(
         make_join_request(STRANGER, 1, "d", "b"), "h", CHAIN, NOW, lambda entry: pytest.fail("asked")
     )
@@ -211,7 +211,7 @@ def test_request_with_an_invite_is_checked_before_it_waits() -> None:
     assert "has expired" in state(invited_request(good), NOW + 3601).problem
     foreign = msgspec.structs.replace(good, grant=good.grant[:-1])
     assert state(invited_request(foreign)).state == "refused"
-    store.admit_statement(make_revocation(ROOT, store, STRANGER.node_id, "", NOW), NOW)
+    store.admit_statement(make_revocation(ROOT, store, STRANGER.node_id, "", NOW))
     assert state(invited_request(good)).state == "revoked"
 
 

@@ -176,7 +176,7 @@ def test_endorsement_ends_with_the_certificate_of_its_author(tmp_path: Path) -> 
     ann.core.publish(ENDORSED, encode_pending([pending(invite(ann, mine=True))]), 600)
     meet(root.node, ann.node)
     trust = root.core.trust
-    trust.admit_statement(make_revocation(ROOT, trust, ann.me, "", NOW), NOW)
+    trust.admit_statement(make_revocation(ROOT, trust, ann.me, "", NOW))
     root.notice(ENDORSED)
     assert trust.credentials(STRANGER.node_id, NOW) is None
 
@@ -275,7 +275,7 @@ def test_revoked_machine_uses_up_no_invite(tmp_path: Path) -> None:
     ann.core.publish(INVITED, encode_pending([pending(using)]), 600)
     meet(root.node, ann)
     trust = root.core.trust
-    trust.admit_statement(make_revocation(ROOT, trust, STRANGER.node_id, "", NOW), NOW)
+    trust.admit_statement(make_revocation(ROOT, trust, STRANGER.node_id, "", NOW))
     root.notice(INVITED)
     assert root.ask(invited_request(using, Identity(b"\x63" * 32))).state == "admitted"
 
@@ -301,7 +301,7 @@ def test_invite_of_a_node_that_is_no_member_any_more_is_refused(tmp_path: Path) 
     using = invite(ann, mine=True)
     assert root.ask(invited_request(using)).state == "waiting"
     trust = root.core.trust
-    trust.admit_statement(make_revocation(ROOT, trust, ann.me, "", NOW), NOW)
+    trust.admit_statement(make_revocation(ROOT, trust, ann.me, "", NOW))
     assert "no member of the mesh" in root.ask(invited_request(using, Identity(b"\x63" * 32))).problem
 
 

@@ -189,4 +189,4 @@ def test_damaged_revocations_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "revoked"
     path.write_bytes(b"\xc1")
     with pytest.raises(TrustError, match="is damaged"):
-        RevocationFile(path).read_into(TrustStore(GENESIS), NOW)
+        RevocationFile(path).read_into(TrustStore(GENESIS))

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -42,7 +43,7 @@ from membership.reconcile import (
     encode_frame,
 )
 from membership.records import MAX_LIFE_S, STATEMENTS
-from membership.snapshot import next_epoch
+from membership.snapshot import RevocationFile, next_epoch
 from membership.trust import (
     TrustError,
     TrustStore,
@@ -629,7 +630,7 @@ def test_any_number_of_revocations_reaches_the_other_nodes() -> None:
     assert len(kept.sealed) == 200  # type: ignore[attr-defined]
     again = TrustStore(GENESIS)
     for sealed in kept.sealed:  # type: ignore[attr-defined]
-        again.admit_statement(sealed, NOW)
+        again.admit_statement(sealed)
     assert again.revoked == ann.core.trust.revoked
     sections = {record.section for record in ann.core.records.section(STATEMENTS, NOW)}
     assert len(sections) > 2, "they do not fit into one section"
@@ -641,6 +642,26 @@ def test_any_number_of_revocations_reaches_the_other_nodes() -> None:
     ann.core.publish_statements()
     talk(ann, cyd, ann.core.push_pull())
     assert cyd.core.trust.revoked >= set(outcasts)
+
+
+def test_revocation_counts_whatever_the_founders_clock_said(tmp_path: Path) -> None:
+    """The clock of the founder was three hours ahead for one revocation: it and later ones spread and are read back."""
+    root, ann, bob, cyd = (CoreNode(name) for name in ("root", "ann", "bob", "cyd"))
+    meet(root, ann, bob, cyd)
+    for outcast, ahead_s in ((bob, 3 * 3600.0), (cyd, 0.0)):
+        root.now += ahead_s
+        root.core.publish_statement(
+            make_revocation(ROOT, root.core.trust, outcast.identity.node_id, "stolen", root.unix())
+        )
+        root.now -= ahead_s
+    meet(root, ann)
+    outcasts = {bob.identity.node_id, cyd.identity.node_id}
+    assert ann.core.trust.revoked == root.core.trust.revoked == outcasts
+    file = RevocationFile(tmp_path / "revoked")
+    for node in (root, ann):
+        file.write(node.asked_for(KeepRevocations)[-1].sealed)  # type: ignore[attr-defined]
+        file.read_into(again := TrustStore(GENESIS))
+        assert again.revoked == outcasts
 
 
 def test_members_of_a_revoked_admitter_are_dropped_at_once() -> None:
@@ -794,7 +815,7 @@ def test_large_frame_of_a_member_that_is_not_known_yet_is_decoded() -> None:
 
 def test_large_frame_of_a_revoked_node_is_answered_with_the_revocation() -> None:
     ann, bob = CoreNode("ann"), PEOPLE["bob"][0]
-    ann.core.trust.admit_statement(make_revocation(ROOT, ann.core.trust, bob.node_id, "", NOW), NOW)
+    ann.core.trust.admit_statement(make_revocation(ROOT, ann.core.trust, bob.node_id, "", NOW))
     frame = Hello(7, PEOPLE["bob"][1], [(bytes(32), "facts", 1, 1)] * 200, [])
     data = MeshSealer(bob, ann.core.trust.mesh_id).seal("reconcile", encode_frame(frame))
     _, hello = ann.core.open_frame(data)

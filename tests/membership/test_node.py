@@ -602,7 +602,7 @@ async def test_full_disk_loses_no_timer_and_what_was_not_saved_is_saved_later(
         node._perform([PersistEpoch(epoch), KeepRevocations([sealed]), SetTimer("gossip", 7, math.inf)])
         assert "gossip" in node._timers and not revoked.exists()
     await until(lambda: revoked.exists() and snapshots.read().epoch == epoch, "both to be saved", 20.0)
-    RevocationFile(revoked).read_into(kept := TrustStore(mesh.genesis), time.time())
+    RevocationFile(revoked).read_into(kept := TrustStore(mesh.genesis))
     assert kept.revoked == {bytes(32)}
 
 

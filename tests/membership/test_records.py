@@ -109,9 +109,9 @@ def test_hostile_bytes_change_nothing(data: bytes) -> None:
         decode_frame(data)
 
 
-def test_section_with_a_statement_that_nobody_may_make_is_refused() -> None:
+def test_section_that_is_no_list_of_statements_is_refused() -> None:
     records = table()
-    for number, body in enumerate((b"nonsense", msgspec.msgpack.encode([b"nonsense"]), msgspec.msgpack.encode([1]))):
+    for number, body in enumerate((b"nonsense", msgspec.msgpack.encode({}), msgspec.msgpack.encode([1]))):
         assert records.apply(sealed(ROOT, f"{STATEMENTS}{number}", 1, 1, body), NOW) == "invalid"
     assert isinstance(records.apply(sealed(ROOT, f"{STATEMENTS}0", 1, 1, msgspec.msgpack.encode([])), NOW), Record)
 
@@ -153,9 +153,19 @@ def test_statements_over_the_bound_keep_no_other_one_back(monkeypatch: pytest.Mo
         return [make_promotion(other, TrustStore(genesis), bytes([number]) * 32, NOW) for number in numbers]
 
     for promotion in statements(range(3)):
-        trust.admit_statement(promotion, NOW)
+        trust.admit_statement(promotion)
     revocation = make_revocation(ROOT, trust, victim.node_id, "", NOW)
     body = msgspec.msgpack.encode([*statements(range(3, 6)), revocation])
     record = seal(ROOT, trust.mesh_id, "record", encode_body(1, 1, f"{STATEMENTS}0", int(NOW) + 600, body))
     assert isinstance(RecordTable(trust).apply(record, NOW), Record)
     assert victim.node_id in trust.revoked and len(trust.statements) == 4
+
+
+def test_invalid_statement_keeps_no_other_one_back() -> None:
+    trust, victim = TrustStore(GENESIS), Identity(b"\x24" * 32)
+    trust.admit_chain(CHAIN, NOW)
+    genuine = make_revocation(ROOT, trust, victim.node_id, "", NOW)
+    body = msgspec.msgpack.encode([genuine[:-1], b"", genuine])
+    record = seal(ROOT, trust.mesh_id, "record", encode_body(1, 1, f"{STATEMENTS}0", int(NOW) + 600, body))
+    assert isinstance(RecordTable(trust).apply(record, NOW), Record)
+    assert trust.revoked == {victim.node_id} and trust.statements == {genuine: victim.node_id}

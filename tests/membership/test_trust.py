@@ -14,6 +14,7 @@ from membership.trust import (
     ROLES,
     Certificate,
     NameTaken,
+    Revocation,
     TrustError,
     TrustStore,
     User,
@@ -182,7 +183,7 @@ def test_older_binding_of_a_name_holds_in_any_order(turn: int) -> None:
     else:
         assert "belongs to another user" in refused[0]
     # The name is free again when its holder is no member any more.
-    store.admit_statement(make_revocation(ROOT, store, first.node_id, "", NOW + 20), NOW + 20)
+    store.admit_statement(make_revocation(ROOT, store, first.node_id, "", NOW + 20))
     assert store.admit_chain(chains[1], NOW + 20).user_key == second.node_id
 
 
@@ -281,10 +282,18 @@ def test_root_revokes_a_key_permanently() -> None:
     chain = GUEST_CHAIN
     store.admit_chain(chain, NOW)
     sealed = make_revocation(ROOT, store, GUEST.node_id, "lost laptop", NOW)
-    assert store.admit_statement(sealed, NOW) and not store.admit_statement(sealed, NOW), "new only once"
+    assert store.admit_statement(sealed) and not store.admit_statement(sealed), "new only once"
     assert store.credentials(GUEST.node_id, NOW) is None and store.revocations[GUEST.node_id].reason == "lost laptop"
     with pytest.raises(TrustError, match="revoked"):
         store.admit_chain(chain, NOW)
+
+
+@pytest.mark.parametrize("at_unix", [0.0, NOW - DAY_S, NOW + 20 * 365 * DAY_S])
+def test_time_of_a_statement_decides_nothing(at_unix: float) -> None:
+    store = TrustStore(GENESIS)
+    assert store.admit_statement(make_revocation(ROOT, store, GUEST.node_id, "", at_unix))
+    assert store.admit_statement(make_promotion(ROOT, store, bytes(32), at_unix))
+    assert store.revoked == {GUEST.node_id} and store.promoted == {bytes(32)}
 
 
 def test_only_a_root_revokes_and_no_root_is_revoked() -> None:
@@ -299,17 +308,21 @@ def test_only_a_root_revokes_and_no_root_is_revoked() -> None:
     for bad in (
         genuine[:-1],
         genuine[:40] + bytes([genuine[40] ^ 1]) + genuine[41:],
-        make_revocation(ROOT, store, GUEST.node_id, "", NOW + 9999),
+        make_revocation(ROOT, store, GUEST.node_id, "", 1e12),
+        make_revocation(ROOT, store, GUEST.node_id, "", -1),
     ):
         with pytest.raises(TrustError):
-            store.admit_statement(bad, NOW)
+            store.admit_statement(bad)
+    hostile = seal(ROOT, store.mesh_id, "revocation", msgspec.msgpack.encode(Revocation(ROOT.node_id, int(NOW), "")))
+    with pytest.raises(TrustError, match="root"):
+        store.admit_statement(hostile)
     assert store.revoked == set()
 
 
 @given(st.binary(max_size=300))
 def test_hostile_bytes_are_not_a_revocation(data: bytes) -> None:
     with pytest.raises(TrustError):
-        TrustStore(GENESIS).admit_statement(data, NOW)
+        TrustStore(GENESIS).admit_statement(data)
 
 
 def admitter(key: bytes = b"\x14" * 32) -> tuple[Identity, bytes]:
@@ -350,7 +363,7 @@ def test_members_of_a_revoked_admitter_are_dropped_everywhere(restarted: bool) -
     sealed = make_revocation(ROOT, store, identity.node_id, "stolen", NOW)
     if not restarted:
         store.admit_chain(granted, NOW)
-    store.admit_statement(sealed, NOW)
+    store.admit_statement(sealed)
     if restarted:
         with pytest.raises(TrustError, match="was revoked: ask for an approval again"):
             store.admit_chain(granted, NOW)
@@ -377,14 +390,14 @@ def test_older_approval_replaces_that_of_a_revoked_admitter() -> None:
         return known.admitter
 
     assert admitted_by() == identity.node_id, "it ends later"
-    store.admit_statement(make_revocation(ROOT, store, identity.node_id, "stolen", later), later)
+    store.admit_statement(make_revocation(ROOT, store, identity.node_id, "stolen", later))
     assert admitted_by() == ROOT.node_id
 
 
 def test_revoked_key_of_a_strangers_chain_is_none_of_ours() -> None:
     store = TrustStore(GENESIS)
     store.admit_chain(GUEST_CHAIN, NOW)
-    store.admit_statement(make_revocation(ROOT, store, GUEST.node_id, "lost", NOW), NOW)
+    store.admit_statement(make_revocation(ROOT, store, GUEST.node_id, "lost", NOW))
     assert store.revoked_in(GUEST_CHAIN) == GUEST.node_id
     own = seal(GUEST, store.mesh_id, "certificate", msgspec.msgpack.encode(certificate(GUEST.node_id, "bob")))
     for links in ([own], []):
@@ -400,7 +413,7 @@ def test_user_key_given_by_a_revoked_admitter_is_not_kept_for_another_name() -> 
     store.admit_chain(
         admitted(identity, GENESIS, chain, evil, "evil", User("mal", ada.user_key, int(NOW) + 9), NOW), NOW
     )
-    store.admit_statement(make_revocation(ROOT, store, identity.node_id, "", NOW), NOW)
+    store.admit_statement(make_revocation(ROOT, store, identity.node_id, "", NOW))
     assert store.bind("mal", evil, NOW + 20).key == evil
 
 
@@ -412,7 +425,7 @@ def test_renewal_is_refused_if_expired_or_revoked_or_by_ordinary_members() -> No
         renew_chain(root, store, CHAIN, GUEST.node_id, NOW + 91 * DAY_S)
     with pytest.raises(TrustError, match="may not admit"):
         renew_chain(MeshSealer(GUEST, store.mesh_id), store, GUEST_CHAIN, GUEST.node_id, NOW)
-    store.admit_statement(make_revocation(ROOT, store, GUEST.node_id, "", NOW), NOW)
+    store.admit_statement(make_revocation(ROOT, store, GUEST.node_id, "", NOW))
     with pytest.raises(TrustError, match="revoked"):
         renew_chain(root, store, CHAIN, GUEST.node_id, NOW)
     with pytest.raises(TrustError, match="join with a new key"):
@@ -451,12 +464,12 @@ def test_revocation_takes_effect_at_the_quorum_of_founders() -> None:
     genesis, chain, store = three_founders()
     store.admit_chain(admitted(ROOT, genesis, chain, GUEST.node_id, "desk", "bob", NOW), NOW)
     for _ in range(3):
-        store.admit_statement(make_revocation(ROOT, store, GUEST.node_id, "lost", NOW), NOW)
+        store.admit_statement(make_revocation(ROOT, store, GUEST.node_id, "lost", NOW))
         assert store.votes("revocation", GUEST.node_id) == 1, "one founder counts once"
     assert store.credentials(GUEST.node_id, NOW) is not None and GUEST.node_id not in store.revoked
     with pytest.raises(TrustError, match="only a node that founded"):
         make_revocation(GUEST, store, GUEST.node_id, "", NOW)
-    assert store.admit_statement(make_revocation(SECOND, store, GUEST.node_id, "", NOW), NOW)
+    assert store.admit_statement(make_revocation(SECOND, store, GUEST.node_id, "", NOW))
     assert store.credentials(GUEST.node_id, NOW) is None and store.revocations[GUEST.node_id].reason == "lost"
 
 
@@ -478,7 +491,7 @@ def test_promotion_takes_effect_at_the_quorum_of_founders(turn: int) -> None:
     statements = [make_promotion(founder, store, identity.node_id, NOW) for founder in (ROOT, THIRD)]
     for sealed in statements[::turn]:
         assert not store.check_chain(granted, NOW).can_admit
-        store.admit_statement(sealed, NOW)
+        store.admit_statement(sealed)
     assert store.check_chain(granted, NOW).can_admit
     member = admit_node(
         MeshSealer(identity, store.mesh_id), store, granted, GUEST.node_id, "desk",
@@ -492,7 +505,7 @@ def test_promoted_admitter_is_known_as_one_without_a_new_certificate() -> None:
     identity = Identity(b"\x14" * 32)
     store.admit_chain(admitted(ROOT, genesis, chain, identity.node_id, "adm", "eve", NOW, admit=True), NOW)
     for founder in (ROOT, SECOND):
-        store.admit_statement(make_promotion(founder, store, identity.node_id, NOW), NOW)
+        store.admit_statement(make_promotion(founder, store, identity.node_id, NOW))
     known = store.credentials(identity.node_id, NOW)
     assert known is not None and known.can_admit
 
@@ -539,10 +552,10 @@ def test_statements_of_one_founder_take_no_place_of_another(monkeypatch: pytest.
     kept = 0
     for number in range(30):
         with suppress(TrustError):
-            kept += store.admit_statement(make_promotion(hostile, store, bytes([number]) * 32, NOW), NOW)
+            kept += store.admit_statement(make_promotion(hostile, store, bytes([number]) * 32, NOW))
     assert kept == 10
     for founder in honest:
-        store.admit_statement(make_revocation(founder, store, GUEST.node_id, "", NOW), NOW)
+        store.admit_statement(make_revocation(founder, store, GUEST.node_id, "", NOW))
     assert GUEST.node_id in store.revoked
 
 
@@ -552,11 +565,11 @@ def test_revocations_have_a_bound_at_which_the_command_fails(monkeypatch: pytest
     store = TrustStore(GENESIS)
     for number in range(60):
         subject = bytes([number]) * 32
-        assert store.admit_statement(make_revocation(ROOT, store, subject, "x" * 100, NOW), NOW)
+        assert store.admit_statement(make_revocation(ROOT, store, subject, "x" * 100, NOW))
     assert len(store.revoked) == 60
     with pytest.raises(TrustError, match="the most that nodes keep"):
         make_revocation(ROOT, store, GUEST.node_id, "", NOW)
     late = make_revocation(ROOT, TrustStore(GENESIS), GUEST.node_id, "", NOW)
     with pytest.raises(TrustError, match="the most that nodes keep"):
-        store.admit_statement(late, NOW)
+        store.admit_statement(late)
     assert GUEST.node_id not in store.revoked

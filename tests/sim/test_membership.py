@@ -16,10 +16,11 @@ from membership.core import Core
 from membership.effects import Effect
 from membership.member import MemberTable, _fingerprint
 from membership.probe import LocalHealth
-from membership.records import Record, RecordTable
+from membership.records import Record, RecordTable, decode_statements
 from membership.suspicion import Suspicion
 from membership.swim import Swim
 from membership.wire import Dead
+from sim.protocol.fakes import UNIX
 from sim.protocol.faults import FaultPlan, draw_faults
 from sim.protocol.membership import MembershipWorld, Violation
 from sim.protocol.membership_checkers import all_checkers
@@ -236,6 +237,18 @@ class TestNegativeControls:
         monkeypatch.setattr(Core, "_expel", lambda self, node: None)
         monkeypatch.setattr(TrustStore, "credentials", lambda self, node, now_unix: self._members.get(node))
         assert found(lambda seed: harsh(seed, incidents=("revoke", "crash"))).startswith(("S5", "M4"))
+
+    def test_revocations_judged_by_their_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = RecordTable._apply_statements
+
+        def late(self: RecordTable, body: bytes) -> bool:
+            opened = [self._trust._open_statement(sealed)[2] for sealed in decode_statements(body)]
+            return all(one.revoked_unix < UNIX + 86_400 for one in opened) and real(self, body)
+
+        monkeypatch.setattr(RecordTable, "_apply_statements", late)
+        assert found(lambda seed: harsh(seed, incidents=("revoke", "crash"), wrong_clock_s=2 * 86_400.0)).startswith(
+            "M4"
+        )
 
 
 def _apply_anything(self: MemberTable, evidence: Any, sealed: bytes, now: float) -> Any:
