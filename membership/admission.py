@@ -36,6 +36,7 @@ from membership.records import MAX_BODY_BYTES, TRUST
 from membership.snapshot import UsedInvites
 from membership.trust import (
     MAX_NAME_BYTES,
+    MAX_THROUGH,
     ROLES,
     Credentials,
     Grant,
@@ -349,10 +350,18 @@ class Admission:
         bound = self._core.trust.bind(user, node, self._clock.unix(), existing)
         self._admit(node, nick, bound, roles, admit)
 
-    def _admit(self, node: NodeId, nick: str, user: User, roles: tuple[str, ...], admit: bool = False) -> Decision:
-        core = self._core
+    def _admit(
+        self,
+        node: NodeId,
+        nick: str,
+        user: User,
+        roles: tuple[str, ...],
+        admit: bool = False,
+        through: tuple[bytes, ...] = (),
+    ) -> Decision:
+        core, now_unix = self._core, self._clock.unix()
         signer = MeshSealer(self._identity, core.trust.mesh_id)
-        chain = admit_node(signer, core.trust, core.chain, node, nick, user, roles, admit, self._clock.unix())
+        chain = admit_node(signer, core.trust, core.chain, node, nick, user, roles, admit, now_unix, through=through)
         core.trust.admit_chain(chain, self._clock.unix())  # its name is taken from now on
         return self._publish_decision(node, Decision(chain))
 
@@ -413,6 +422,10 @@ class Admission:
         if issuer != self._core.me or me is None:
             return Decision()
         try:
+            if len(me.through) >= MAX_THROUGH:
+                raise TrustError(
+                    f"the node that made the invite came in through {MAX_THROUGH} others, the most there may be"
+                )
             if grant.mine:
                 user = me.binding
             elif not me.can_admit:
@@ -457,7 +470,8 @@ class Admission:
         issuer, grant = verify_invited(self._core.trust, entry, self._clock.unix())
         if issuer != endorser.node_id or not grant.mine:
             raise TrustError(f"{endorser.nick} endorses a machine that has no invite of it for a machine of its user")
-        return self._admit(entry.node, entry.nick, endorser.binding, _common_roles(grant, endorser))
+        through = (*endorser.through, endorser.node_id)
+        return self._admit(entry.node, entry.nick, endorser.binding, _common_roles(grant, endorser), through=through)
 
     def _decide_elsewhere(self) -> None:
         now_unix, trust = self._clock.unix(), self._core.trust

@@ -417,7 +417,7 @@ class Core:
         if not isinstance(frame, Hello):
             raise FrameError("a push-pull starts with Hello")
         if (key := self.trust.revoked_in(frame.chain)) is not None:
-            return self._answer_revoked(key, frame)  # its admitter was revoked, and it may not know
+            return self._answer_revoked(key, frame)  # a node that it came in through was revoked, and it may not know
         is_new = self.swim.table.get(sender) is None
         self._admit(sender, frame.chain)
         nonce = self.nonce()

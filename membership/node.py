@@ -636,7 +636,9 @@ class MembershipNode:
             # Only the founder can renew an admitter's right to admit.
             and (member.node in self.trust.genesis.roots or not self.credentials.can_admit)
         ]
-        for member in self._rng.sample(admitters, len(admitters)):
+        # A renewal by another node adds its key to those whose revocation ends this membership.
+        known = {*self.trust.genesis.roots, *self.credentials.through}
+        for member in sorted(self._rng.sample(admitters, len(admitters)), key=lambda one: one.node not in known):
             try:
                 await self._streams.run(self._core.ask_renewal(), member.host, member.port)
                 self.problems.pop("certificate", None)
@@ -651,7 +653,7 @@ class MembershipNode:
             )
 
     async def _join_again(self) -> None:
-        """Ask a node of the mesh to be admitted, after the admitter was revoked or the user's name was lost to another key."""
+        """Ask to be admitted, after a node that it came in through was revoked or the user's name was lost to another key."""
         if self._clock.boot() < self._renew_at:
             return
         self._renew_at = self._clock.boot() + JOIN_AGAIN_S

@@ -3,6 +3,10 @@
 The genesis document defines a mesh; its hash is the mesh id and part of every signature. A node is admitted by a chain root ->
 node or root -> admitter -> node. Each certificate must be valid now, and grants only roles that its issuer has.
 
+A member names the keys that it came in through: those of the nodes that admitted it, endorsed it (a machine added to their user)
+or renewed its certificate, and those that these came in through themselves. A renewal copies them and adds its signer; founders
+are left out, since they cannot be revoked. A revocation of one ends all that came in through it, until they are admitted anew.
+
 A user is a key: the key of the first machine of theirs that was admitted. A certificate binds the user's name to that key. A
 name belongs to one key: of two bindings the older one holds, on every node alike, and the members of the other key have no
 credentials. An admitter binds no name that belongs to another key.
@@ -27,6 +31,7 @@ from membership.identity import Identity, NodeId, short_id
 from membership.malformed import MALFORMED
 
 MAX_CHAIN = 2
+MAX_THROUGH = 8  # keys that a member came in through; a chain that names as many has less than 1 KiB (own choice)
 MAX_ROOTS = 16  # own choice
 MAX_STATEMENTS = 4096  # of the founders: a campus with 400 machines for ten years (own choice)
 MAX_REASON_BYTES = 100
@@ -82,7 +87,9 @@ class User(msgspec.Struct, frozen=True):
     bound_unix: int
 
 
-class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An issuer's word on a node and its user. `through`: the keys that it came in through, besides those that sign the chain."""
+
     subject: bytes
     nick: str
     user: str
@@ -93,6 +100,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     not_before: int
     not_after: int
     serial: bytes
+    through: tuple[bytes, ...] = ()
 
 
 class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -113,7 +121,7 @@ class Promotion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Credentials(msgspec.Struct, frozen=True):
     """A member's attributes, verified by its chain. `admitter` signed its certificate.
 
-    `not_before` and `not_after`: the time in which the whole chain is valid.
+    `not_before` and `not_after`: the time in which the whole chain is valid. `through`: the keys that it came in through.
     """
 
     node_id: bytes
@@ -126,6 +134,7 @@ class Credentials(msgspec.Struct, frozen=True):
     admitter: bytes
     not_before: int
     not_after: int
+    through: tuple[bytes, ...] = ()
 
     @property
     def binding(self) -> User:
@@ -309,7 +318,7 @@ class TrustStore:
         issuer, certificate = self._open_link(links[0])
         if issuer not in self.genesis.roots:
             raise TrustError(f"{short_id(issuer)} may not admit nodes to mesh {self.genesis.name!r}")
-        starts, ends = certificate.not_before, certificate.not_after
+        starts, ends, came = certificate.not_before, certificate.not_after, [*certificate.through, issuer]
         if len(links) > 1:
             admitter = certificate
             issuer, certificate = self._open_link(links[1])
@@ -320,12 +329,14 @@ class TrustStore:
             if certificate.bound_unix <= self.genesis.created_unix:
                 raise TrustError(f"the name {certificate.user!r} was bound before the mesh was founded")
             starts, ends = max(starts, certificate.not_before), min(ends, certificate.not_after)
-        if issuer in self.revoked or certificate.subject in self.revoked:
-            key = certificate.subject if certificate.subject in self.revoked else issuer
-            raise TrustError(_revoked_reason(certificate.nick, key == issuer != certificate.subject))
-        if certificate.can_admit:
-            self._certified.add(certificate.subject)
-        return Credentials(
+            came += [issuer, *certificate.through]
+        through = tuple(dict.fromkeys(key for key in came if key not in self.genesis.roots))
+        if len(through) > MAX_THROUGH:
+            raise TrustError(
+                f"{certificate.nick!r} came in through more than {MAX_THROUGH} nodes: ask for an approval "
+                f"(`mesh member approve {certificate.nick}`)"
+            )
+        credentials = Credentials(
             node_id=certificate.subject,
             nick=certificate.nick,
             user=certificate.user,
@@ -337,17 +348,23 @@ class TrustStore:
             admitter=issuer,
             not_before=starts,
             not_after=ends,
+            through=through,
         )
+        if reason := self._revoked(credentials):
+            raise TrustError(reason)
+        if certificate.can_admit:
+            self._certified.add(certificate.subject)
+        return credentials
 
     def revoked_in(self, chain: bytes) -> NodeId | None:
-        """Return the revoked key in a chain that is else genuine; None if there is none."""
+        """Return the revoked key that a chain, else genuine, is for or comes through; None if there is none."""
         try:
             links = [self._open_link(link) for link in _chain_decoder.decode(chain)[:MAX_CHAIN]]
         except (*MALFORMED, TrustError):
             return None
         if not links or links[0][0] not in self.genesis.roots:
             return None
-        return next((link.subject for _, link in links if link.subject in self.revoked), None)
+        return next((key for _, link in links for key in (link.subject, *link.through) if key in self.revoked), None)
 
     def credentials(self, node_id: NodeId, now_unix: float) -> Credentials | None:
         """Return the member with this key; None if it is none now (`refusal` has the reason)."""
@@ -392,7 +409,8 @@ class TrustStore:
         """Return the user that `node` gets under this name; TrustError if the name belongs to another key.
 
         With `existing`, the node becomes a machine of the user who has the name. Names of users whose certificates have expired
-        still belong to them here.
+        still belong to them here. A node that came in through a revoked key as a further machine of a user, and maybe never was
+        one, becomes that again with `existing` alone.
         """
         if not _USER_NAME.fullmatch(name):
             raise WrongTerms(
@@ -405,20 +423,18 @@ class TrustStore:
             if not self._revoked(self._members[machine])
         ]
         holder = self.holder(name, now_unix) or min(taken, key=_order, default=None)
-        if existing:
-            if holder is None:
-                raise TrustError(f"{name!r} is not a user yet: leave out --existing")
-            return holder
-        own = {node}
-        before = self._members.get(node)
+        key, before = node, self._members.get(node)
         if before is not None and before.user == name:
             # A revoked admitter may have given this node the key of another user.
             names = {one.user for one in self._members.values() if one.user_key == before.user_key}
-            own |= {before.user_key} if names == {name} else set()
-        if holder is not None and holder.key not in own:
+            key = before.user_key if names == {name} else node
+        if existing and holder is None and key == node:
+            raise TrustError(f"{name!r} is not a user yet: leave out --existing")
+        if before is not None and key != node and self._revoked(before) and not existing:
+            raise NameTaken(f"a node whose key was revoked made this a machine of {name}")
+        if holder is not None and holder.key not in {node, key} and not existing:
             raise NameTaken(f"{name} is a user already")
         # A root alone binds at the founding, so that nobody can claim an older binding than the founders'.
-        key = before.user_key if before is not None and before.user_key in own else node
         return holder or User(name, key, max(int(now_unix), self.genesis.created_unix + 1))
 
     def open_grant(self, sealed: bytes) -> tuple[NodeId, Grant]:
@@ -450,18 +466,25 @@ class TrustStore:
         return has_signed(grant.ssh_key, ssh_proof, SSH_NAMESPACE, ssh_message(self.mesh_id, grant, node))
 
     def _ended(self, credentials: Credentials, now_unix: float) -> str:
-        if credentials.node_id in self.revoked:
-            return _revoked_reason(credentials.nick, False)
-        if credentials.admitter in self.revoked:
-            return _revoked_reason(credentials.nick, True)
+        if reason := self._revoked(credentials):
+            return reason
         if now_unix > credentials.not_after + CLOCK_GRACE_S:
             return (
                 f"the certificate of {credentials.nick!r} has expired: ask to be admitted again (`mesh doctor` there)"
             )
         return ""
 
-    def _revoked(self, credentials: Credentials) -> bool:
-        return credentials.node_id in self.revoked or credentials.admitter in self.revoked
+    def _revoked(self, credentials: Credentials) -> str:
+        """Return whose revocation ends these credentials, in words; empty if there is none."""
+        nick = credentials.nick
+        if credentials.node_id in self.revoked:
+            return f"the key of {nick!r} was revoked"
+        if not self.revoked.isdisjoint(credentials.through):
+            return (
+                f"a node that admitted, added or renewed {nick!r} was revoked: ask for an approval again "
+                f"(`mesh member approve {nick}`)"
+            )
+        return ""
 
     def _open_statement(self, sealed: bytes) -> tuple[NodeId, str, Revocation | Promotion]:
         try:
@@ -483,6 +506,8 @@ class TrustStore:
         names_fit = len(certificate.nick.encode()) <= MAX_NAME_BYTES and _USER_NAME.fullmatch(certificate.user)
         if len(certificate.subject) != 32 or len(certificate.user_key) != 32 or not names_fit:
             raise TrustError("a certificate of the chain has invalid fields")
+        if len(certificate.through) > MAX_THROUGH or any(len(key) != 32 for key in certificate.through):
+            raise TrustError(f"{certificate.nick!r} came in through more than {MAX_THROUGH} nodes, or invalid ones")
         if not set(certificate.roles) <= set(ROLES):
             raise TrustError(f"{certificate.nick!r} claims a role that does not exist")
         if certificate.bound_unix < self.genesis.created_unix:
@@ -635,9 +660,12 @@ def admit_node(
     can_admit: bool,
     now_unix: float,
     draw: Callable[[int], bytes] = os.urandom,
+    through: tuple[bytes, ...] = (),
 ) -> bytes:
     """Admit `subject`, and return its chain; `chain` is the signer's own, `draw` gives random bytes. TrustError if the
     signer may not admit it.
+
+    `through`: the keys that it came in through, besides the signer's and those that the signer came in through.
     """
     if subject in store.revoked:
         raise TrustError("that key was revoked: join with a new key")
@@ -647,7 +675,7 @@ def admit_node(
     if not own.can_admit:
         raise TrustError("this node may not admit others: ask on the node that founded the mesh, or on an admitter")
     life_s = ROOT_CERTIFICATE_S if subject == signer.node_id else NODE_CERTIFICATE_S
-    certificate = _certificate(subject, nick, user, roles, can_admit, now_unix, life_s, draw)
+    certificate = _certificate(subject, nick, user, roles, can_admit, now_unix, life_s, draw, through)
     # A root's signature needs no certificate.
     links = [] if signer.node_id in store.genesis.roots else _chain_decoder.decode(chain)
     links.append(signer.seal("certificate", msgspec.msgpack.encode(certificate)))
@@ -657,7 +685,10 @@ def admit_node(
 
 
 def renew_chain(signer: Signer, store: TrustStore, chain: bytes, subject: NodeId, now_unix: float) -> bytes:
-    """Return a chain with a new certificate for a member whose current one is valid. It names the same user and roles."""
+    """Return a chain with a new certificate for a member whose current one is valid.
+
+    It names the same user, roles and keys that the member came in through; a member cannot shed them so.
+    """
     credentials = store.credentials(subject, now_unix)
     if credentials is None:
         raise TrustError("its certificate has expired or was revoked")
@@ -672,6 +703,7 @@ def renew_chain(signer: Signer, store: TrustStore, chain: bytes, subject: NodeId
         credentials.roles,
         credentials.can_admit and is_root,
         now_unix,
+        through=credentials.through,
     )
 
 
@@ -684,6 +716,7 @@ def _certificate(
     now: float,
     life_s: float,
     draw: Callable[[int], bytes],
+    through: tuple[bytes, ...] = (),
 ) -> Certificate:
     return Certificate(
         subject=subject,
@@ -696,18 +729,13 @@ def _certificate(
         not_before=int(now),
         not_after=int(now + life_s),
         serial=draw(8),
+        through=through,
     )
 
 
 def _order(user: User) -> tuple[int, bytes]:
     """Return the order of two bindings of one name: the older one holds, and of equally old ones the lower key."""
     return (user.bound_unix, user.key)
-
-
-def _revoked_reason(nick: str, admitter: bool) -> str:
-    if admitter:
-        return f"the node that admitted {nick!r} was revoked: ask for an approval again (`mesh member approve {nick}`)"
-    return f"the key of {nick!r} was revoked"
 
 
 def _checksum(body: bytes) -> bytes:

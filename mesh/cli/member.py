@@ -513,12 +513,18 @@ def approve(
 @json_option
 @click.pass_context
 def revoke(ctx: click.Context, node: str, reason: str, yes: bool, as_json: bool) -> None:
-    """Revoke the key of NODE for good. Only the mesh's founder can, and it cannot be undone."""
+    """Revoke the key of NODE for good. Only the mesh's founder can, and it cannot be undone.
+
+    All members that came in through NODE go with it: those that it admitted, added to its user or renewed, and theirs. The
+    command lists them with the line that admits each again; those keep their keys, users and stores.
+    """
     daemon = client(ctx)
     if not yes:
         nicks = {row["node"]: row["nick"] for row in daemon.get("/v1/nodes")["nodes"]}
         meant = node_meant(node, nicks, whole=True)
-        confirm(f"revoke {nicks[meant]} ({meant}) for good?", err=as_json)
+        others = [row for row in daemon.get("/v1/trust")["members"] if meant in row["through"] and not row["problem"]]
+        along = f", and with it {plural(len(others), 'member')} that came in through it" if others else ""
+        confirm(f"revoke {nicks[meant]} ({meant}){along} for good?", err=as_json)
     answer = daemon.post("/v1/revoke", {"node": node, "reason": reason})
     if as_json:
         print_json(answer)
@@ -528,10 +534,15 @@ def revoke(ctx: click.Context, node: str, reason: str, yes: bool, as_json: bool)
         say(f"next, on another founder's node: `mesh member revoke {answer['nick']}`", err=True)
         return
     say(f"{answer['nick']} ({answer['node']}) {'was revoked already' if answer['already'] else 'is revoked'}")
-    if answer["admitted"]:
-        count = plural(len(answer["admitted"]), "member")
-        say(f"{count} that it admitted went with it: {', '.join(answer['admitted'])}", err=True)
-        say("next, for each that you still trust: `mesh member approve NODE`", err=True)
+    if lost := answer["lost"]:
+        say(
+            f"{plural(len(lost), 'member')} that it admitted, added or renewed, or that came through these, went with it.",
+            err=True,
+        )
+        say("next, for each that you still trust (its daemon asks again by itself):", err=True)
+        for one in lost:
+            existing = " --existing" if one["existing"] else ""
+            say(f"  mesh member approve {one['node'][:7]}{existing}  # {one['nick']}, user {one['user']}", err=True)
 
 
 @member.command()

@@ -18,9 +18,14 @@ from membership.envelope import (
     UnknownSender,
 )
 from membership.identity import Identity, NodeId
-from membership.trust import ROLES, Certificate, TrustStore, admit_node, found_mesh
+from membership.trust import ROLES, Certificate, TrustStore, User, admit_node, found_mesh
 
 UNIX = 1_800_000_000.0
+ADMITTER, ADMITTED, ENDORSED = (
+    1,
+    2,
+    3,
+)  # numbers of nodes: the first has admitted the second, which has endorsed the third
 USER_NAME = "sim"  # of the user to whom all nodes belong
 
 
@@ -88,15 +93,30 @@ class SimulatedMembers(msgspec.Struct, frozen=True):
 
 
 @cache
-def members(count: int) -> SimulatedMembers:
-    """Return a mesh of `count` members, the same in every run; the first one is the root."""
+def members(count: int, bound: bool = False) -> SimulatedMembers:
+    """Return a mesh of `count` members, the same in every run; the first one is the root.
+
+    With `bound`, the second one may admit others. It has admitted the third one, which has endorsed the fourth one.
+    """
     identities, draw = [Identity(_digest(b"sim %d" % number)) for number in range(count)], Random("sim").randbytes
     genesis, chain = found_mesh(identities[0], "sim", "node000", USER_NAME, UNIX - 400, draw=draw)
     trust, chains = TrustStore(genesis), [chain]
     root, user = MeshSealer(identities[0], trust.mesh_id), trust.admit_chain(chain, UNIX).binding
     for number, identity in enumerate(identities[1:], 1):
-        nick = f"node{number:03d}"
-        chains.append(admit_node(root, trust, chain, identity.node_id, nick, user, ROLES, False, UNIX - 300, draw))
+        nick, signer, own, through = f"node{number:03d}", root, chain, tuple[bytes, ...]()
+        may_admit, whose = bound and number == ADMITTER, user
+        if bound and number in {ADMITTED, ENDORSED}:  # founders alone bind their own names
+            whose = User("guest", identities[ADMITTED].node_id, int(UNIX) - 300)
+        if bound and number == ADMITTED:
+            signer, own = MeshSealer(identities[ADMITTER], trust.mesh_id), chains[ADMITTER]
+        elif bound and number == ENDORSED:
+            endorser = trust.check_chain(chains[ADMITTED], UNIX)
+            through = (*endorser.through, endorser.node_id)
+        chains.append(
+            admit_node(
+                signer, trust, own, identity.node_id, nick, whose, ROLES, may_admit, UNIX - 300, draw, through=through
+            )
+        )
     return SimulatedMembers(genesis, identities, chains)
 
 

@@ -52,6 +52,7 @@ INCIDENTS = (
     "revoke",
 )
 LIES = ("false accusation",)
+TRUST_INCIDENTS = ("renew",)
 
 
 def draw_faults(seed: int, minutes: float) -> FaultPlan:
@@ -87,7 +88,11 @@ def draw_faults(seed: int, minutes: float) -> FaultPlan:
         offset_s=maybe(100.0),
         wrong_clock_s=rng.choice([-1, 1]) * rng.uniform(1, 20) * 86_400 if rng.random() < 0.2 else 0.0,
         drift=maybe(0.01),
-        incidents=(*(incident for incident in INCIDENTS if rng.random() < 0.5), *lies),
+        incidents=(
+            *(incident for incident in INCIDENTS if rng.random() < 0.5),
+            *(incident for incident in TRUST_INCIDENTS if Random(f"trust/{seed}").random() < 0.5),
+            *lies,
+        ),
         incident_every_s=rng.uniform(10, 90),
         until_s=until_s,
     )
@@ -115,7 +120,7 @@ GOSSIP_INCIDENTS = ("rumour",)
 def draw_job_faults(seed: int, minutes: float) -> FaultPlan:
     """Draw the faults of a jobs run: those of membership, incidents of jobs, and in some runs a much worse network."""
     faults, rng = draw_faults(seed, minutes), Random(f"jobs/{seed}")
-    incidents = [*faults.incidents]
+    incidents = [incident for incident in faults.incidents if incident not in TRUST_INCIDENTS]
     incidents += [incident for incident in JOB_INCIDENTS if rng.random() < 0.5]
     incidents += [incident for incident in CLOCK_INCIDENTS if Random(f"clock/{seed}").random() < 0.5]
     disk = Random(f"disk/{seed}")

@@ -803,6 +803,7 @@ class JobsWorld(MembershipWorld):
 
     node_type = JobNode
     least_up = 1
+    has_admitters = False
     nodes: list[JobNode]  # type: ignore[assignment]
 
     def __init__(

@@ -37,7 +37,7 @@ from membership.trust import TrustError
 from membership.trust import make_revocation as sign_revocation
 from membership.wire import Dead, Rumours, Suspect
 from sim.kernel import EventLog, Kernel, Streams
-from sim.protocol.fakes import UNIX, CachedTrust, ChecksumSealer, corrupt, members
+from sim.protocol.fakes import ADMITTED, ADMITTER, ENDORSED, UNIX, CachedTrust, ChecksumSealer, corrupt, members
 from sim.protocol.faults import FaultPlan, draw_faults
 
 PORT = 7373
@@ -441,6 +441,7 @@ class MembershipWorld:
 
     node_type: type[MembershipNode] = MembershipNode
     least_up = 3  # nodes, for an incident to happen
+    has_admitters = True  # nodes that are no founders have admitted and endorsed others
 
     def __init__(
         self,
@@ -463,7 +464,7 @@ class MembershipWorld:
         self.kernel = Kernel()
         self.log = EventLog()
         self.streams = Streams(seed)
-        self.members = members(nodes)
+        self.members = members(nodes, self.has_admitters)
         self.checkers = list(checkers)
         self.watched = bool(self.checkers)
         self._on_sent = [checker for checker in self.checkers if type(checker).sent is not Checker.sent]
@@ -472,6 +473,10 @@ class MembershipWorld:
             for number, (identity, chain) in enumerate(zip(self.members.identities, self.members.chains, strict=True))
         ]
         self.by_id = {node.id: node for node in self.nodes}
+        self.bound_by: dict[bytes, set[bytes]] = {}  # nodes -> those, other than the founder, that they came in through
+        if self.has_admitters and nodes > ENDORSED:
+            admitter, admitted, endorsed = (self.nodes[number].id for number in (ADMITTER, ADMITTED, ENDORSED))
+            self.bound_by = {admitted: {admitter}, endorsed: {admitter, admitted}}
         self.zones = {node.id: f"zone{node.number % 3}" for node in self.nodes}
         self.by_address: dict[Address, MembershipNode] = {
             address: node for node in self.nodes for address in (node.address, node.host_name)
@@ -703,8 +708,13 @@ class MembershipWorld:
             case "revoke":
                 root = self.nodes[0]
                 others = [node for node in up if node is not root]
-                if root.up and not root.stalled and sum(node.revoked for node in self.nodes) < 2:
+                if root.up and not root.stalled and len(root.core.trust.revoked) < 2:
                     self.revoke(rng.choice(others))
+            case "renew":
+                # The founder renews any member, and the admitter those that came in through it.
+                issuer = self.nodes[rng.choice([0, ADMITTER]) if victim.id in self.bound_by else 0]
+                if victim is not issuer:
+                    self.connect(victim, issuer.address, victim.core.ask_renewal())
 
     def _accuse_falsely(self, liar: MembershipNode, subject: MembershipNode, rng: Random) -> None:
         """Have a member tell three others that another one is suspect or dead, perhaps in a life that it never announced."""
@@ -719,7 +729,9 @@ class MembershipWorld:
 
     def revoke(self, outcast: MembershipNode) -> bytes:
         """Have the founder revoke a node, and return the statement. Its clock is wrong for the first ones of some runs."""
-        root, outcast.revoked = self.nodes[0], True
+        root = self.nodes[0]
+        for node in self.nodes:
+            node.revoked |= node is outcast or outcast.id in self.bound_by.get(node.id, ())
         wrong_s = 0.0 if root.core.trust.revoked else self.faults.wrong_clock_s
         sealed = sign_revocation(root.identity, root.core.trust, outcast.id, "sim", root.unix() + wrong_s)
         root.core.publish_statement(sealed)

@@ -349,6 +349,25 @@ class RevokedKeys(Checker):
                     )
 
 
+class CameThroughRevoked(Checker):
+    """S7: on a node that knows of a revocation, nothing is a member that the key has admitted or endorsed, itself or through
+    others, whatever renewals it had since.
+
+    Found by: renewals that do not name the keys that a member came in through.
+    """
+
+    name = "S7"
+
+    def audit(self, world: MembershipWorld) -> None:
+        for node in world.nodes:
+            if not node.up or not node.core.trust.revoked:
+                continue
+            for one, keys in world.bound_by.items():
+                if not keys.isdisjoint(node.core.trust.revoked) and node.core.is_member(one):
+                    text = f"{_name(world, one)} is a member at {node.name}, and came in through a revoked key"
+                    raise self.violated(world, text)
+
+
 def all_checkers() -> list[Checker]:
     return [
         OwnStatements(),
@@ -364,6 +383,7 @@ def all_checkers() -> list[Checker]:
         EqualRoots(),
         ExpiredSections(),
         RevokedKeys(),
+        CameThroughRevoked(),
     ]
 
 

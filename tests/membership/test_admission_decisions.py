@@ -25,12 +25,23 @@ from membership.admission import (
     open_join_request,
     read_answer,
 )
-from membership.envelope import seal
+from membership.envelope import MeshSealer, seal
 from membership.identity import Identity, format_id
 from membership.ratelimit import BURST_S
 from membership.reconcile import FrameError
 from membership.snapshot import UsedInvites
-from membership.trust import ROLES, Grant, Invite, User, make_invite, make_revocation, parse_invite, prove_invite
+from membership.trust import (
+    MAX_THROUGH,
+    ROLES,
+    Grant,
+    Invite,
+    User,
+    admit_node,
+    make_invite,
+    make_revocation,
+    parse_invite,
+    prove_invite,
+)
 from tests.chains import admitted
 from tests.membership.test_core import GENESIS, NOW, ROOT, ROOT_CHAIN, CoreNode, meet
 
@@ -190,6 +201,48 @@ def test_endorsement_admits_a_machine_that_asked_with_an_invite_of_the_endorser(
     machine = root.core.trust.credentials(STRANGER.node_id, NOW)
     assert machine is not None and machine.user_key == ann.me
     assert ann.ask(invited_request(invite(ann, mine=True))).state == "admitted"
+
+
+def test_machine_goes_with_the_member_that_endorsed_it(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    ann.core.publish(ENDORSED, encode_pending([pending(invite(ann, mine=True))]), 600)
+    meet(root.node, ann.node)
+    root.notice(ENDORSED)
+    trust = root.core.trust
+    machine = trust.credentials(STRANGER.node_id, NOW)
+    assert machine is not None and machine.through == (ann.me,)
+    trust.admit_statement(make_revocation(ROOT, trust, ann.me, "stolen", NOW))
+    assert trust.credentials(STRANGER.node_id, NOW) is None
+    # It asks again, with its own key and the name that it had: a person decides.
+    assert root.ask(make_join_request(STRANGER, 1, "desk", "ann")).state == "waiting"
+    root.admission.approve(STRANGER.node_id, "desk", "ann", existing=True)
+    again = trust.credentials(STRANGER.node_id, NOW)
+    assert again is not None and (again.user_key, again.through) == (ann.me, ())
+
+
+def test_member_that_lost_its_certificate_gets_it_with_the_keys_that_it_came_in_through(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), CoreNode("ann")
+    ann.core.publish_chain(_through(ann, (GUEST.node_id,)))
+    meet(root.node, ann)
+    again = root.ask(make_join_request(ann.identity, 1, "ann", "ann"))
+    assert again.granted and root.core.trust.check_chain(again.granted, NOW).through == (GUEST.node_id,)
+
+
+def test_invite_of_a_member_that_came_in_through_too_many_is_refused_before_it_is_used(tmp_path: Path) -> None:
+    ann = Desk("ann", tmp_path)
+    ann.core.publish_chain(_through(ann.node, tuple(bytes([number]) * 32 for number in range(MAX_THROUGH))))
+    using = invite(ann, mine=True)
+    assert f"came in through {MAX_THROUGH} others" in ann.ask(invited_request(using)).problem
+    assert ann.used.take(ann.core.trust.open_grant(using.grant)[1], bytes(32), NOW)
+
+
+def _through(node: CoreNode, keys: tuple[bytes, ...]) -> bytes:
+    trust = node.core.trust
+    own = trust.seen()[node.identity.node_id]
+    sealer = MeshSealer(ROOT, trust.mesh_id)
+    return admit_node(
+        sealer, trust, ROOT_CHAIN, own.node_id, own.nick, own.binding, ROLES, False, NOW + 1, through=keys
+    )
 
 
 def test_endorsement_of_a_machine_that_did_not_ask_for_it_admits_nothing(tmp_path: Path) -> None:

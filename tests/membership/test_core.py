@@ -689,6 +689,25 @@ def test_members_of_a_revoked_admitter_are_dropped_at_once() -> None:
     assert root.knows(dan) and ann.knows(dan)
 
 
+def test_node_of_a_stolen_admitter_does_not_stay_by_a_renewal() -> None:
+    """It asks the founder for a new certificate at once, long before the end of its own."""
+    admitter, evil = Identity(b"\x61" * 32), Identity(b"\x62" * 32)
+    chain = admitted(ROOT, GENESIS, ROOT_CHAIN, admitter.node_id, "adm", "adm", NOW, admit=True)
+    bobs = User("bob", PEOPLE["bob"][0].node_id, int(NOW) + 1)
+    PEOPLE["evil"] = (evil, admitted(admitter, GENESIS, chain, evil.node_id, "evil", bobs, NOW))
+    root, ann, node = CoreNode("root"), CoreNode("ann"), CoreNode("evil")
+    del PEOPLE["evil"]
+    meet(root, ann, node)
+    talk(node, root, node.core.ask_renewal())
+    meet(root, ann, node)
+    assert ann.core.trust.seen()[evil.node_id].admitter == ROOT.node_id and ann.knows(node)
+    root.core.publish_statement(make_revocation(ROOT, root.core.trust, admitter.node_id, "stolen", NOW))
+    meet(root, ann)
+    talk(node, ann, node.core.push_pull())
+    assert not root.knows(node) and not ann.knows(node)
+    assert admitter.node_id in node.core.trust.revoked, "it is told why"
+
+
 def test_new_certificate_is_published() -> None:
     ann = CoreNode("ann")
     renewed = admitted(ROOT, GENESIS, ROOT_CHAIN, ann.identity.node_id, "ann", "ann", NOW + 1)

@@ -10,6 +10,7 @@ from membership.identity import Identity
 from membership.trust import (
     _GENESIS_ID,
     MAX_ROOTS,
+    MAX_THROUGH,
     MAX_USES,
     ROLES,
     Certificate,
@@ -444,6 +445,109 @@ def test_only_the_founder_renews_an_admitter_as_admitter() -> None:
     by_root = admitted(ROOT, GENESIS, CHAIN, other.node_id, "o", "o", NOW, admit=True)
     renewed = renew_chain(MeshSealer(other, store.mesh_id), store, by_root, identity.node_id, NOW)
     assert not store.check_chain(renewed, NOW).can_admit
+
+
+# --- the keys that a member came in through
+
+
+def bound(signer: Identity, chain: bytes, node: Identity, through: tuple[bytes, ...] = (), at: float = NOW) -> bytes:
+    store = TrustStore(GENESIS)
+    whose = User("bob", GUEST.node_id, int(NOW) + 1)
+    sealer = MeshSealer(signer, store.mesh_id)
+    return admit_node(sealer, store, chain, node.node_id, "desk", whose, ROLES, False, at, through=through)
+
+
+def renewed(signer: Identity, chain: bytes, member: bytes, at: float) -> bytes:
+    store = TrustStore(GENESIS)
+    node = store.admit_chain(member, at).node_id
+    return renew_chain(MeshSealer(signer, store.mesh_id), store, chain, node, at)
+
+
+def test_no_renewal_sheds_a_key_that_a_member_came_in_through() -> None:
+    identity, chain = admitter()
+    other = Identity(b"\x15" * 32)
+    others = admitted(ROOT, GENESIS, CHAIN, other.node_id, "o", "o", NOW, admit=True)
+    member = bound(identity, chain, GUEST)
+    for at, (signer, own) in enumerate([(ROOT, CHAIN), (other, others), (ROOT, CHAIN), (ROOT, CHAIN)], int(NOW)):
+        member = renewed(signer, own, member, at)
+    assert {*TrustStore(GENESIS).check_chain(member, NOW + 9).through} == {identity.node_id, other.node_id}
+    for culprit in (identity, other):
+        store = TrustStore(GENESIS)
+        store.admit_chain(member, NOW + 9)
+        store.admit_statement(make_revocation(ROOT, store, culprit.node_id, "stolen", NOW))
+        assert store.credentials(GUEST.node_id, NOW + 9) is None and store.revoked_in(member) == culprit.node_id
+        with pytest.raises(TrustError, match="was revoked: ask for an approval again"):
+            store.admit_chain(member, NOW + 9)
+
+
+def test_members_that_founders_admit_and_renew_came_in_through_nobody() -> None:
+    store = TrustStore(GENESIS)
+    assert store.check_chain(renewed(ROOT, CHAIN, GUEST_CHAIN, NOW), NOW).through == ()
+    assert store.check_chain(bound(ROOT, CHAIN, GUEST, (ROOT.node_id,)), NOW).through == ()
+
+
+def test_admitter_passes_on_the_keys_that_it_came_in_through() -> None:
+    """Whatever an admitter leaves out of a certificate, its own chain names."""
+    first = Identity(b"\x16" * 32)
+    identity = Identity(b"\x14" * 32)
+    store = TrustStore(GENESIS)
+    whose = User("eve", identity.node_id, int(NOW) + 1)
+    chain = admit_node(
+        MeshSealer(ROOT, store.mesh_id), store, CHAIN, identity.node_id, "adm", whose, ROLES, True, NOW,
+        through=(first.node_id,),
+    )  # fmt: skip
+    member = bound(identity, chain, GUEST)
+    assert store.admit_chain(member, NOW).through == (first.node_id, identity.node_id)
+    store.admit_statement(make_revocation(ROOT, store, first.node_id, "stolen", NOW))
+    assert store.credentials(GUEST.node_id, NOW) is None and store.revoked_in(member) == first.node_id
+
+
+def test_member_comes_in_through_a_bounded_number_of_keys() -> None:
+    keys = tuple(bytes([number]) * 32 for number in range(MAX_THROUGH))
+    identity, chain = admitter()
+    store = TrustStore(GENESIS)
+    assert store.check_chain(bound(ROOT, CHAIN, GUEST, keys), NOW).through == keys
+    assert store.check_chain(bound(identity, chain, GUEST, keys[1:]), NOW).through == (identity.node_id, *keys[1:])
+    with pytest.raises(TrustError, match="ask for an approval"):
+        bound(identity, chain, GUEST, keys)
+    for bad in ((*keys, keys[0]), (b"short",)):
+        with pytest.raises(TrustError, match="came in through more"):
+            bound(ROOT, CHAIN, GUEST, bad)
+
+
+def test_further_machine_of_a_user_returns_to_it_only_by_a_persons_word() -> None:
+    """A hostile admitter made its machine one of bob's: no open mesh or allow list may do that again by itself."""
+    identity, chain = admitter()
+    evil = Identity(b"\x33" * 32)
+    store = TrustStore(GENESIS)
+    store.admit_chain(GUEST_CHAIN, NOW)
+    store.admit_chain(bound(identity, chain, evil), NOW)
+    assert store.bind("bob", evil.node_id, NOW + 5).key == GUEST.node_id, "nobody was revoked: it has just expired"
+    store.admit_statement(make_revocation(ROOT, store, identity.node_id, "stolen", NOW))
+    with pytest.raises(NameTaken, match="revoked"):
+        store.bind("bob", evil.node_id, NOW + 5)
+    assert store.bind("bob", evil.node_id, NOW + 5, existing=True).key == GUEST.node_id
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_machines_of_a_user_that_all_came_in_through_a_revoked_key_return_in_any_order(first: int) -> None:
+    identity, chain = admitter()
+    shelf = Identity(b"\x33" * 32)
+    store = TrustStore(GENESIS)
+    for node in (GUEST, shelf):
+        store.admit_chain(bound(identity, chain, node), NOW)
+    store.admit_statement(make_revocation(ROOT, store, identity.node_id, "stolen", NOW))
+    for node in ((GUEST, shelf), (shelf, GUEST))[first]:
+        if node is shelf:
+            with pytest.raises(NameTaken, match="revoked"):
+                store.bind("bob", node.node_id, NOW + 5)
+        whose = store.bind("bob", node.node_id, NOW + 5, existing=node is shelf)
+        assert whose.key == GUEST.node_id
+        again = admit_node(
+            MeshSealer(ROOT, store.mesh_id), store, CHAIN, node.node_id, "desk", whose, ROLES, False, NOW + 5
+        )
+        assert store.admit_chain(again, NOW + 5).through == ()
+    assert len(store.machines(GUEST.node_id, NOW + 5)) == 2
 
 
 # --- founders

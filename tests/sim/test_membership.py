@@ -19,6 +19,7 @@ from membership.probe import LocalHealth
 from membership.records import Record, RecordTable, decode_statements
 from membership.suspicion import Suspicion
 from membership.swim import Swim
+from membership.trust import admit_node
 from membership.wire import Dead
 from sim.protocol.fakes import UNIX
 from sim.protocol.faults import FaultPlan, draw_faults
@@ -237,6 +238,13 @@ class TestNegativeControls:
         monkeypatch.setattr(Core, "_expel", lambda self, node: None)
         monkeypatch.setattr(TrustStore, "credentials", lambda self, node, now_unix: self._members.get(node))
         assert found(lambda seed: harsh(seed, incidents=("revoke", "crash"))).startswith(("S5", "M4"))
+
+    def test_renewals_that_do_not_name_whom_a_member_came_in_through(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def forgetful(*told: Any, through: tuple[bytes, ...] = ()) -> bytes:
+            return admit_node(*told)
+
+        monkeypatch.setattr("membership.trust.admit_node", forgetful)
+        assert found(lambda seed: harsh(seed, incidents=("revoke", "renew"))).startswith("S7")
 
     def test_revocations_judged_by_their_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = RecordTable._apply_statements

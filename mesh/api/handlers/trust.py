@@ -77,7 +77,7 @@ class TrustHandlers:
 
     def approve(self, order: ApproveOrder) -> schemas.trust.Approved:
         waiting = {node: (entry.nick, entry.user) for node, entry in self._membership.pending_joins().items()}
-        # Those who were members can be admitted again, as when the node that admitted them was revoked.
+        # Those who were members can be admitted again, as when a node that they came in through was revoked.
         for node, one in self._trust.seen().items():
             if node not in self._trust.revoked and self._trust.credentials(node, time.time()) is None:
                 waiting.setdefault(node, (one.nick, one.user))
@@ -128,6 +128,7 @@ class TrustHandlers:
                     revoked_unix=revocation.revoked_unix if revocation is not None else None,
                     reason=revocation.reason if revocation is not None else "",
                     problem=trust.refusal(credentials, now) if credentials is not None else "",
+                    through=[format_id(key) for key in credentials.through] if credentials is not None else [],
                 )
             )
         return sorted(rows, key=lambda row: (row.nick, row.node))
@@ -136,8 +137,12 @@ class TrustHandlers:
         node = find_node(self._membership, text, whole=True)  # it cannot be taken back
         trust, now = self._trust, time.time()
         already = node.node_id in trust.revoked
-        admitted = [
-            one for one in trust.seen().values() if one.admitter == node.node_id and trust.credentials(one.node_id, now)
+        lost = [
+            schemas.trust.CameThrough(
+                node=format_id(one.node_id), nick=one.nick, user=one.user, existing=one.user_key != one.node_id
+            )
+            for one in trust.seen().values()
+            if node.node_id in one.through and one.node_id not in trust.revoked and now <= one.not_after
         ]
         try:
             sealed = make_revocation(self._identity, trust, node.node_id, reason, now)
@@ -151,7 +156,7 @@ class TrustHandlers:
             already=already,
             founders=trust.votes("revocation", node.node_id),
             quorum=trust.genesis.quorum,
-            admitted=[one.nick for one in admitted],
+            lost=sorted(lost, key=lambda one: (one.user, one.existing, one.nick)),
         )
 
     def promote(self, text: str) -> schemas.trust.Promoted:

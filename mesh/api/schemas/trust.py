@@ -28,7 +28,7 @@ class Approved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """`node`: an id. `problem`: why it is no member now, empty if it is one.
+    """`node`: an id. `problem`: why it is no member now, empty if it is one. `through`: ids of the nodes that it came in through.
 
     `ends_unix`: of the certificate, None if none was seen; `revoked_unix`: None if it was not.
     """
@@ -44,21 +44,34 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     revoked_unix: int | None
     reason: str
     problem: str
+    through: list[str]
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
     members: list[Member]
 
 
+class CameThrough(msgspec.Struct, frozen=True, kw_only=True):
+    """A member that came in through a revoked node.
+
+    `existing`: it was a further machine of its user, so `approve` needs --existing to make it that again.
+    """
+
+    node: str
+    nick: str
+    user: str
+    existing: bool
+
+
 class Revoked(msgspec.Struct, frozen=True, kw_only=True):
-    """`already`: it was revoked before. `founders` have signed, `quorum` must. `admitted`: members that it had admitted."""
+    """`already`: it was revoked before. `founders` have signed, `quorum` must. `lost`: members that came in through it."""
 
     node: str
     nick: str
     already: bool
     founders: int
     quorum: int
-    admitted: list[str]
+    lost: list[CameThrough]
 
 
 class Promoted(msgspec.Struct, frozen=True, kw_only=True):
