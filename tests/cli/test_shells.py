@@ -82,6 +82,8 @@ def test_tab_completes_commands_options_and_names(shell: str, home: Path) -> Non
     for path, content in ((place, text), (COMPLETION_FILES[shell].removeprefix("~/"), completion_script(shell))):
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(content)
+    # Else fish goes on in the background to make completions of all manual pages: a minute of CPU time.
+    (home / ".local/share/fish/generated_completions").mkdir(parents=True)
     env = {
         "HOME": str(home),
         "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
