@@ -26,7 +26,7 @@ from mesh.cli.suggest import ELSEWHERE
 from mesh.util.version import VERSION
 
 MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
-MEMBER |= {"ended": False, "problem": ""}
+MEMBER |= {"ended": False, "problem": "", "through": []}
 JOBS = [
     {"job": "7kq2abcdefgh", "name": "bert", "state": "running", "command": "python3 train.py", "array": None},
     {"job": "7kzzabcdefgh", "name": "", "state": "done", "command": "true", "array": None},
