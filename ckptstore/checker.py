@@ -66,10 +66,10 @@ def _inspect(store: ObjectStore, path: Path) -> tuple[int, int, bool]:
     try:
         with path.open("rb") as file:
             for header, offset in scan_pack(path):
-                if store.is_intact(header, read_stored(file, header, offset)):
-                    good += 1
-                else:
-                    wrong += 1
+                intact = False
+                with contextlib.suppress(CorruptChunk):  # the disk cannot read it
+                    intact = store.is_intact(header, read_stored(file.fileno(), header, offset))
+                good, wrong = good + intact, wrong + (not intact)
     except FileNotFoundError:
         return 0, 0, True  # collected meanwhile
     except CorruptChunk:

@@ -15,6 +15,9 @@ from ckptstore.errors import CorruptChunk, MissingChunks
 from ckptstore.objects import ObjectStore
 from ckptstore.pack import HEADER_BYTES, Location, PackWriter, check_stored, is_foreign, sync_directory
 
+AHEAD_S = (
+    86_400.0  # a pack touched later than this after now was touched by a wrong clock, not during this (own choice)
+)
 REPACK_BELOW = 0.5  # share of a pack's bytes still reachable (own choice)
 
 
@@ -45,7 +48,8 @@ def collect(
             chunks = store.index.chunks_of(path.stem)
             live = {identity: where for identity, where in chunks.items() if identity in reachable}
             live_bytes = sum(where.length for where in live.values())
-            if now_unix - before.st_mtime < min_age_s or live_bytes > before.st_size * REPACK_BELOW:
+            young = -AHEAD_S < now_unix - before.st_mtime < min_age_s
+            if young or live_bytes > before.st_size * REPACK_BELOW or not store.index.knows(path.stem):
                 continue
             if live:
                 sparse.append((path, before, live, live_bytes))
@@ -79,7 +83,7 @@ def _remove(store: ObjectStore, path: Path, before: os.stat_result, successor: P
             return False
         if successor is not None:
             successor.publish()
-            store.index.move(successor.name, successor.locations, successor.foreign)
+            store.index.move(path.stem, successor.name, successor.locations, successor.foreign)
         store.index.drop_pack(path.stem)
         path.unlink()
     return True

@@ -84,17 +84,26 @@ class Index(IndexReader):
             self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [pack, foreign])
             self._connection.executemany(ADD, rows)
 
-    def move(self, pack: str, locations: dict[bytes, Location], foreign: bool) -> None:
-        """Record that these objects moved to this new pack."""
-        rows = [(where.pack, where.offset, where.length, where.base, identity) for identity, where in locations.items()]
+    def move(self, old: str, new: str, locations: dict[bytes, Location], foreign: bool) -> None:
+        """Record that these objects of a pack moved to a new one; what the index has elsewhere by now stays there."""
+        rows = [
+            (where.pack, where.offset, where.length, where.base, identity, old) for identity, where in locations.items()
+        ]
         with self._lock, self._connection:
-            self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [pack, foreign])
-            self._connection.executemany("UPDATE chunks SET pack=?, offset=?, length=?, base=? WHERE id=?", rows)
+            self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [new, foreign])
+            self._connection.executemany(
+                "UPDATE chunks SET pack=?, offset=?, length=?, base=? WHERE id=? AND pack=?", rows
+            )
 
     def drop_pack(self, pack: str) -> None:
         with self._lock, self._connection:
             self._connection.execute("DELETE FROM chunks WHERE pack = ?", [pack])
             self._connection.execute("DELETE FROM packs WHERE name = ?", [pack])
+
+    def knows(self, pack: str) -> bool:
+        """Tell whether the objects of a pack are indexed."""
+        with self._lock:
+            return self._connection.execute("SELECT 1 FROM packs WHERE name = ?", [pack]).fetchone() is not None
 
     def foreign_packs(self) -> list[str]:
         with self._lock:
@@ -131,9 +140,11 @@ class Index(IndexReader):
         return version == SCHEMA_VERSION and known == {path.stem for path in self._packs.glob("*.pack")}
 
     def _rebuild(self) -> None:
+        self._connection.execute("PRAGMA user_version=0")  # until it is complete
         with self._connection:
             self._connection.execute("DELETE FROM chunks")
             self._connection.execute("DELETE FROM packs")
+        deltas: dict[Path, dict[bytes, Location]] = {}  # last, so that of two the one whose base is here is kept
         for path in sorted(self._packs.glob("*.pack")):
             locations: dict[bytes, Location] = {}
             try:
@@ -143,7 +154,11 @@ class Index(IndexReader):
             except CorruptChunk:
                 self.damaged.append(path)
                 continue  # known only once it is salvaged, else a crash before that would leave it as it is
-            self.add(path.stem, locations, is_foreign(path))
+            whole = {identity: where for identity, where in locations.items() if where.base is None}
+            deltas[path] = {identity: where for identity, where in locations.items() if where.base is not None}
+            self.add(path.stem, whole, is_foreign(path))
+        for path, found in deltas.items():
+            self.add(path.stem, found, is_foreign(path))
         self._connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def _remove(self) -> None:

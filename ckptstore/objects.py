@@ -9,25 +9,27 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-from ckptstore.buffers import allocate, keep_freed_memory
+from ckptstore.buffers import keep_freed_memory
 from ckptstore.cipher import StateCipher
 from ckptstore.encoding import Bytes
 from ckptstore.errors import CorruptChunk, DiskFull, MissingChunks, QuotaExceeded, ReadOnlyStore, StoreError
 from ckptstore.index import Index, IndexReader
 from ckptstore.pack import (
     HEADER_BYTES,
+    PACK_HEADER_BYTES,
     Location,
     ObjectHeader,
     PackWriter,
     check_stored,
     decode_header,
     is_foreign,
+    next_magic,
     open_chunk,
-    read_at,
-    scan_pack,
+    read_pack,
 )
+
+FALSE_HEADERS = 1024  # of a damaged pack: what a hostile chunk holds costs at most seconds of hashing (own choice)
 
 
 class ObjectReader:
@@ -50,17 +52,15 @@ class ObjectReader:
     def object(self, identity: bytes) -> tuple[ObjectHeader, memoryview]:
         """Return a chunk's verified header, and the whole object, whose stored bytes are not verified."""
         where, descriptor = self._open_pack(identity)
-        view = allocate(where.length)
         try:
-            filled = read_at(descriptor, view, where.offset)
-        finally:
-            os.close(descriptor)
-        try:
+            view = read_pack(descriptor, where.length, where.offset)
             header = decode_header(view[:HEADER_BYTES])
-            if filled < where.length or header.id != identity or header.stored_length != where.length - HEADER_BYTES:
+            if len(view) < where.length or header.id != identity or header.stored_length != where.length - HEADER_BYTES:
                 raise CorruptChunk("the object at this place is not the one in the index")
         except CorruptChunk as error:
             raise CorruptChunk(f"a chunk in pack {where.pack} is damaged: run `{self.verify_command}`") from error
+        finally:
+            os.close(descriptor)
         return header, view
 
     def _open_pack(self, identity: bytes) -> tuple[Location, int]:
@@ -191,22 +191,32 @@ class ObjectStore(ObjectReader):
                 writer.abort()
 
     def _copy_intact(self, path: Path, writer: PackWriter) -> None:
-        with path.open("rb") as file:
-            for offset in self._offsets(path):
-                with contextlib.suppress(CorruptChunk):
-                    header = decode_header(os.pread(file.fileno(), HEADER_BYTES, offset))
-                    stored = read_stored(file, header, offset)
-                    if self.is_intact(header, stored):
-                        writer.add(header, stored)
+        """Copy intact objects. Behind a damaged header, search for the next one, which may be bytes of a chunk.
 
-    def _offsets(self, path: Path) -> Iterator[int]:
-        """Yield where a pack's objects begin: as they tell up to a damaged header, and as the index has it from there on."""
-        last = 0
+        So from there on only intact objects tell where the next begins, and false ones are bounded.
+        """
+        with path.open("rb") as file:
+            descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
+            offset: int | None = PACK_HEADER_BYTES
+            lost, false = False, 0
+            while offset is not None and offset < size and false < FALSE_HEADERS:
+                with contextlib.suppress(CorruptChunk):
+                    header = decode_header(read_pack(descriptor, HEADER_BYTES, offset))
+                    intact = self._copy_object(descriptor, header, offset, writer)
+                    if intact or not lost:
+                        offset += HEADER_BYTES + header.stored_length
+                        continue
+                    false += 1
+                offset, lost = next_magic(descriptor, offset + 1), True
+
+    def _copy_object(self, descriptor: int, header: ObjectHeader, offset: int, writer: PackWriter) -> bool:
+        """Copy an object if it is intact; tell whether it is."""
         with contextlib.suppress(CorruptChunk):
-            for _, offset in scan_pack(path):
-                yield offset
-                last = offset
-        yield from sorted(where.offset for where in self.index.chunks_of(path.stem).values() if where.offset > last)
+            stored = read_stored(descriptor, header, offset)
+            if self.is_intact(header, stored):
+                writer.add(header, stored)
+                return True
+        return False
 
     def publish_pack(self, writer: PackWriter) -> None:
         try:
@@ -274,7 +284,6 @@ class ObjectStore(ObjectReader):
             raise
 
 
-def read_stored(file: BinaryIO, header: ObjectHeader, offset: int) -> bytes:
-    """Read the stored bytes of the object at `offset` of a pack."""
-    file.seek(offset + HEADER_BYTES)
-    return file.read(header.stored_length)
+def read_stored(descriptor: int, header: ObjectHeader, offset: int) -> memoryview:
+    """Read the stored bytes of the object at `offset` of a pack. CorruptChunk if the disk cannot give them."""
+    return read_pack(descriptor, header.stored_length, offset + HEADER_BYTES)

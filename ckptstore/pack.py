@@ -6,6 +6,7 @@ A reader trusts nothing: it bounds lengths before it allocates, headers and stor
 compared with its id. Encrypted chunks can be verified without their key (`cipher`).
 """
 
+import contextlib
 import errno
 import os
 import threading
@@ -29,6 +30,8 @@ HEADER_BYTES = 104
 STORED_CHECK_BYTES = 16
 MAX_STORED = CHUNK_BYTES + 64 * 1024
 NO_BASE = bytes(ID_BYTES)
+UNREADABLE = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}  # a bad sector, and sums of file systems that do not match
+SEARCHED_BYTES = 1 << 20  # read at once to find a magic (own choice)
 
 
 class ObjectHeader(msgspec.Struct, frozen=True):
@@ -245,24 +248,43 @@ def scan_pack(path: Path) -> Iterator[tuple[ObjectHeader, int]]:
 
     Stored bytes are not read; `verify` does that.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
-        if file.read(PACK_HEADER_BYTES) not in {PACK_MAGIC + _kind(False), PACK_MAGIC + _kind(True)}:
+        size, descriptor = os.fstat(file.fileno()).st_size, file.fileno()
+        if bytes(read_pack(descriptor, PACK_HEADER_BYTES, 0)) not in {
+            PACK_MAGIC + _kind(False),
+            PACK_MAGIC + _kind(True),
+        }:
             raise CorruptChunk(f"{path.name} is not a pack of version 2")
         offset = PACK_HEADER_BYTES
         while offset < size:
-            header = decode_header(file.read(HEADER_BYTES))
+            header = decode_header(read_pack(descriptor, HEADER_BYTES, offset))
             if offset + HEADER_BYTES + header.stored_length > size:
                 raise CorruptChunk(f"{path.name} is cut off at {size}")
             yield header, offset
             offset += HEADER_BYTES + header.stored_length
-            file.seek(offset)
+
+
+def next_magic(descriptor: int, offset: int) -> int | None:
+    """Return where the next object of a pack may begin, over parts that the disk cannot read; None at its end."""
+    size, skipped = os.fstat(descriptor).st_size, 4096
+    while offset < size:
+        try:
+            part = read_pack(descriptor, SEARCHED_BYTES, offset)
+        except CorruptChunk:
+            offset, skipped = offset + skipped, 2 * skipped  # a disk tries each bad sector for seconds
+            continue
+        found = bytes(part).find(OBJECT_MAGIC)
+        if found >= 0:
+            return offset + found
+        offset += max(1, len(part) - len(OBJECT_MAGIC) + 1)
+    return None
 
 
 def is_foreign(path: Path) -> bool:
     """Return True if the pack is marked as foreign."""
-    with path.open("rb") as file:
-        return file.read(PACK_HEADER_BYTES)[len(PACK_MAGIC) :] == _kind(True)
+    with path.open("rb") as file, contextlib.suppress(CorruptChunk):
+        return bytes(read_pack(file.fileno(), PACK_HEADER_BYTES, 0)[len(PACK_MAGIC) :]) == _kind(True)
+    return False
 
 
 def _kind(foreign: bool) -> bytes:
@@ -332,6 +354,17 @@ def read_at(descriptor: int, buffer: bytearray | memoryview, offset: int) -> int
             break
         filled += count
     return filled
+
+
+def read_pack(descriptor: int, length: int, offset: int) -> memoryview:
+    """Read these bytes of a pack, fewer at its end. CorruptChunk if the disk cannot give them."""
+    view = allocate(length)
+    try:
+        return view[: read_at(descriptor, view, offset)]
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        raise CorruptChunk(f"the disk cannot read a part of a pack ({error.strerror})") from error
 
 
 def write_at(descriptor: int, data: Bytes, offset: int) -> None:

@@ -6,6 +6,7 @@ reader), and a tree in which anything changed from before its first file was rea
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import stat
@@ -25,6 +26,8 @@ from ckptstore.manifest import MAX_BYTES, MAX_FILES, Chunk, FileEntry, check_lin
 from ckptstore.mappings import mapped_for_writing
 from ckptstore.pack import Location, PackWriter, chunk_name, next_data, read_at, wrap
 from ckptstore.tree_scan import TICK_NS, Look, Scan, check_same, settled
+
+log = logging.getLogger(__name__)
 
 RACES = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # of opening a path that the guest removes or replaces meanwhile
 DIGITS = re.compile(r"\d+")  # digits of a path are usually the step
@@ -198,7 +201,8 @@ class Saver:
             base = None
         encoding, base_data = Encoding(), None
         if self._compress:
-            base_data = self._read_chunk(base.id) if base is not None else None
+            base_data = self._read_base(base.id) if base is not None else None
+            base = base if base_data is not None else None
             encoding = self._encoding(f"{key}\0{piece.name}\0{base is None}", data, base_data, piece)
         encoded = encode(data, encoding, base_data)
         base_id = base.id if base is not None and encoding.delta else None
@@ -206,6 +210,14 @@ class Saver:
             encoded, encoding, base_id = data, Encoding(), None
         self._writer.add(*wrap(chunk, encoded, len(data), encoding.codec, encoding.width, base_id, self._cipher))
         return chunk.id
+
+    def _read_base(self, identity: bytes) -> Bytes | None:
+        """Return a base; None if it cannot be read, since it only makes chunks shorter."""
+        try:
+            return self._read_chunk(identity)
+        except StoreError as error:
+            log.warning("a chunk is stored whole, since an earlier one cannot be read: %s", error)
+            return None
 
     def _encoding(self, tensor: str, data: Bytes, base_data: Bytes | None, piece: Piece) -> Encoding:
         """Return the encoding of a tensor, chosen for its first chunk."""

@@ -4,6 +4,7 @@ All methods block and may be called from any thread. The order of every write is
 of the directory; packs before manifests.
 """
 
+import logging
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
@@ -40,7 +41,7 @@ from ckptstore.manifest import (
     pack_tree,
 )
 from ckptstore.objects import ObjectStore
-from ckptstore.pack import PackWriter, sync_directory, write_at
+from ckptstore.pack import UNREADABLE, PackWriter, sync_directory, write_at
 from ckptstore.receiver import Receiver
 from ckptstore.restorer import restore
 from ckptstore.tree_scan import Scan
@@ -52,6 +53,8 @@ WORKDIRS, WORKDIR_BYTES = 4096, 8 << 30  # of another user (own choice)
 WORKDIR_SHARE = 4  # at most a quarter of their quota (own choice)
 BLOCK_BYTES = 4096  # the least that a manifest or a restored file counts for: a block and an inode of most file systems
 
+
+log = logging.getLogger(__name__)
 
 FenceUse = Literal["raise", "check", "ignore"]
 
@@ -204,11 +207,16 @@ class Store(ObjectStore):
         """Return the chunks of an earlier checkpoint by label, as bases for deltas; for a chunk that is a delta, its base."""
         if parent is None or not self.has(parent):
             return {}
-        manifest = self.manifest(parent)
-        if manifest.realm != (cipher.realm if cipher is not None else b""):
+        try:
+            manifest = self.manifest(parent)
+            if manifest.realm != (cipher.realm if cipher is not None else b""):
+                return {}
+            files = manifest.open(cipher).files
+        except StoreError as error:
+            log.warning("chunks are stored whole, since the checkpoint before cannot be read: %s", error)
             return {}
         found: dict[bytes, Base] = {}
-        for entry in manifest.open(cipher).files:
+        for entry in files:
             for chunk in entry.chunks:
                 identity = manifest.chunks[chunk.number]
                 where = self.index.find(identity)
@@ -286,6 +294,10 @@ class Store(ObjectStore):
             sealed = (self.manifest_files / identity.hex()).read_bytes()
         except FileNotFoundError as error:
             raise NotFound(f"checkpoint {identity.hex()[:12]} is not in this store") from error
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            raise BadManifest(f"the manifest of checkpoint {identity.hex()[:12]} is damaged") from error
         if manifest_id(sealed) != identity:
             raise BadManifest(f"the manifest of checkpoint {identity.hex()[:12]} is damaged")
         return sealed

@@ -221,7 +221,7 @@ class Replicator:
         tell: Callable[[Sent], None] = lambda sent: None,
     ) -> Replicated:
         """Bring a checkpoint to the disks of `want` peers, the user's choice first except the nodes that are `gone`; report
-        progress.
+        progress. CorruptChunk if a chunk is damaged here: from then on it is missing here, and can be stored or fetched again.
 
         Copies go in the background until the job of this `loss` estimate gets notice.
         """
@@ -260,6 +260,9 @@ class Replicator:
                     error = task.exception()
                     if error is None:
                         actions += plan.durable(peer)
+                    elif isinstance(error, CorruptChunk):  # on this disk, so no other peer helps
+                        await self._mend(manifest)
+                        raise error
                     elif isinstance(error, PeerError | StoreError | TimeoutError | OSError):
                         actions += plan.retry_elsewhere(peer, str(error) or type(error).__name__)
                     else:
@@ -320,9 +323,13 @@ class Replicator:
             return await asyncio.to_thread(read)
         except CorruptChunk as error:
             log.warning("%s: what is damaged is fetched again", error)
-            await asyncio.to_thread(lambda: check_packs(self._store, only=self._store.packs_of(manifest)))
+            await self._mend(manifest)
             await fetch()
             return await asyncio.to_thread(read)
+
+    async def _mend(self, manifest: bytes) -> None:
+        """Quarantine what is damaged here of a checkpoint, so that it counts as missing."""
+        await asyncio.to_thread(lambda: check_packs(self._store, only=self._store.packs_of(manifest)))
 
     def _complete(self, manifest: bytes) -> bool:
         try:
@@ -396,8 +403,11 @@ class Replicator:
             frames = await asyncio.to_thread(self._store.stream, wanted)
             path = f"/v1/chunks?of={whole.user.encode().hex()}"
             async with asyncio.timeout(COPY_TIMEOUT_S + size / self._peers.wire.least_bps):
-                cargo = Cargo(whole.kind, peer, whole.job, size)
-                await self._send(peer, path, cargo, sliced(frames), transfer or Transfer())
+                cargo, broken = Cargo(whole.kind, peer, whole.job, size), list[StoreError]()
+                try:
+                    await self._send(peer, path, cargo, sliced(_noting(frames, broken)), transfer or Transfer())
+                except PeerError as error:
+                    raise broken[0] if broken else error from error
 
     async def _send(
         self, peer: NodeId, path: str, cargo: Cargo, pieces: AsyncIterator[memoryview], transfer: Transfer
@@ -414,6 +424,15 @@ class Replicator:
         receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes(request.ids), user)
         body = encode_chunk_request(ChunkRequest(request.ids, have))
         return await pulled(self._peers, request, "/v1/chunks/frames", body, receiver)
+
+
+def _noting(frames: Iterator[memoryview], broken: list[StoreError]) -> Iterator[memoryview]:
+    """Yield frames, and note an error of the store, which the client takes for one of the connection."""
+    try:
+        yield from frames
+    except StoreError as error:
+        broken.append(error)
+        raise
 
 
 def _lacks_it(error: BaseException) -> bool:

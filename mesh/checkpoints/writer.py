@@ -1,17 +1,19 @@
 """Checkpoint writer: puts what one attempt saves into this node's store and onto other nodes' disks."""
 
 import asyncio
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from ckptstore.cipher import StateCipher
 from ckptstore.compression_policy import CompressionPolicy
-from ckptstore.errors import StoreError
+from ckptstore.errors import CorruptChunk, StoreError
 from ckptstore.manifest import Kind
 from ckptstore.store import SavedManifest, Store
 from ckptstore.tree_scan import Scan
@@ -24,6 +26,10 @@ from mesh.consensus.reports import CheckpointStored
 from mesh.consensus.status import Saving
 from mesh.model.spec import JobSpec
 from mesh.util.boottime import boot_s
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 RESULT_REPLICAS = 2
 RETRY_FOR_S, RETRY_EVERY_S = (
@@ -98,6 +104,17 @@ class CheckpointWriter:
         """Store and replicate a checkpoint of what was computed until `since_s`. StoreError, FileChanged if a tree changes
         meanwhile or since its scan, OSError.
         """
+        return await _twice(lambda: self._checkpoint(roots, order, since_s, step, resume, scans))
+
+    async def _checkpoint(
+        self,
+        roots: dict[str, Path],
+        order: SaveCheckpoint,
+        since_s: float,
+        step: int | None,
+        resume: str | None,
+        scans: Mapping[str, Scan] | None,
+    ) -> CheckpointStored:
         assert self._spec.checkpointing is not None
         rules, replica_policy = self._spec.checkpointing, self._replica_policy()
         idle_cores = (os.cpu_count() or 1) - os.getloadavg()[0]
@@ -139,6 +156,9 @@ class CheckpointWriter:
 
     async def result(self, roots: dict[str, Path], order: SaveResult) -> tuple[bytes, tuple[bytes, ...]]:
         """Store and replicate the result; return its manifest and the other holders. StoreError, OSError."""
+        return await _twice(lambda: self._result(roots, order))
+
+    async def _result(self, roots: dict[str, Path], order: SaveResult) -> tuple[bytes, tuple[bytes, ...]]:
         replica_policy, rules = self._replica_policy(), self._spec.checkpointing
         chosen = rules.to if rules is not None else ()
         with self._tells("result", order.seq):
@@ -182,3 +202,12 @@ class CheckpointWriter:
             some = f"{saved.left_out[0]}, one of {len(saved.left_out)}," if saved.left_out[1:] else saved.left_out[0]
             self._note_event(f"{some} is not saved: a link out of its directory, a socket or a pipe", "left out")
         return saved
+
+
+async def _twice(store: Callable[[], Awaitable[T]]) -> T:
+    """Store something; again if a chunk that was here already proves damaged, since the program still has its bytes."""
+    try:
+        return await store()
+    except CorruptChunk as error:
+        log.warning("%s: what is damaged is stored again", error)
+        return await store()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.errors import CorruptChunk
 from ckptstore.store import SavedManifest, Store
 from mesh.checkpoints import replicator as replicator_module
 from mesh.checkpoints import writer as writer_module
@@ -20,7 +21,7 @@ from mesh.consensus.effects import SaveCheckpoint
 from mesh.consensus.status import Saving
 from mesh.rpc.pacing import Wire
 from mesh.util.boottime import boot_s
-from tests.ckptstore.worlds import fake_seal, open_store, save, write_tree
+from tests.ckptstore.worlds import damage, fake_seal, open_store, save, write_tree
 from tests.consensus.worlds import make_spec
 from tests.rpc.nodes import Keeper, Link, client_of, leaving, node_named
 
@@ -101,6 +102,22 @@ async def test_save_reports_its_progress(world: World, tmp_path: Path, monkeypat
     sizes = [one.sent for one in seen]
     assert sizes == sorted(sizes) and any(0 < one.sent < one.size and one.nodes == 1 for one in seen)
     assert 8 * MB < seen[-1].size < 9 * MB and (await saving).holders == (PEER,)
+
+
+async def test_copy_of_a_damaged_chunk_has_it_stored_again(world: World, tmp_path: Path) -> None:
+    """Other nodes are not tried: none helps. The next save of the same bytes mends the chunk."""
+    replicator = await world.replicator()
+    saved = world.checkpoint(100_000)
+    where = world.store.index.find(saved.manifest.chunks[0])
+    assert where is not None
+    damage(world.store.packs / f"{where.pack}.pack", where.offset + where.length - 5)
+    again = save(world.store, tmp_path / "in" / "1", seq=2)
+    with pytest.raises(CorruptChunk):
+        await replicator.replicate(again.id, [PEER], [OTHER], 1)
+    assert world.store.missing(saved.manifest.chunks) == [saved.manifest.chunks[0]]
+    again = save(world.store, tmp_path / "in" / "1", seq=3)
+    assert (await replicator.replicate(again.id, [PEER], [OTHER], 1)).holders == (PEER,)
+    assert not world.keepers[OTHER].manifests
 
 
 async def test_copy_limited_by_this_node_is_not_called_slow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ckptstore.bandwidth import Bandwidth
 from ckptstore.cipher import StateCipher
-from ckptstore.errors import StoreError
+from ckptstore.errors import CorruptChunk, StoreError
 from ckptstore.store import Store
 from mesh.checkpoints import writer as module
 from mesh.checkpoints.loss_estimate import LossEstimate
@@ -220,3 +220,19 @@ async def test_manifest_says_how_to_resume(desk: Desk) -> None:
         stored = await desk.writer.checkpoint({"ckpt": desk.root / "in"}, ORDER, 5.0, 30, resume)
         note = desk.store.manifest(stored.manifest).open(None).note
         assert note == ({"resume": resume} if resume else {})
+
+
+async def test_what_proves_damaged_while_it_is_copied_is_stored_again(desk: Desk) -> None:
+    """The program presents bytes that the store has already, but cannot read any more."""
+    real, found = desk.replicate, list[bytes]()
+
+    async def replicate(manifest: bytes, *asked: Any, **more: Any) -> Replicated:
+        found.append(manifest)
+        if len(found) % 2:
+            raise CorruptChunk("a chunk is damaged")
+        return await real(manifest, *asked, **more)
+
+    desk.replicate = replicate  # type: ignore[method-assign]
+    assert await desk.save() == (B,) and len(found) == 2
+    _, holders = await desk.writer.result({"log": desk.root / "in"}, SaveResult(2, None))
+    assert holders == (B,) and len(found) == 4
