@@ -22,8 +22,11 @@ REPACK_BELOW = 0.5  # share of a pack's bytes still reachable (own choice)
 
 
 class CollectReport(msgspec.Struct, frozen=True):
+    """`waiting_bytes`: of packs that nothing reaches and that are too young to be removed."""
+
     packs: int
     bytes: int
+    waiting_bytes: int = 0
 
 
 def collect(
@@ -39,7 +42,7 @@ def collect(
 
     `manifests` is the directory of the manifests that reach the chunks.
     """
-    packs = removed = 0
+    packs = removed = waiting = 0
     sync_directory(manifests)  # else a crash could bring back a manifest whose packs are removed
     sparse = list[tuple[Path, os.stat_result, dict[bytes, Location], int]]()
     for path in [path for path in store.packs.glob("*.pack") if only is None or path.stem in only]:
@@ -49,6 +52,7 @@ def collect(
             live = {identity: where for identity, where in chunks.items() if identity in reachable}
             live_bytes = sum(where.length for where in live.values())
             young = -AHEAD_S < now_unix - before.st_mtime < min_age_s
+            waiting += before.st_size if young and not live else 0
             if young or live_bytes > before.st_size * REPACK_BELOW or not store.index.knows(path.stem):
                 continue
             if live:
@@ -59,7 +63,7 @@ def collect(
         with contextlib.suppress(FileNotFoundError, CorruptChunk, MissingChunks):  # `verify` handles damaged packs
             if _rewrite(store, path, live, before):
                 packs, removed = packs + 1, removed + before.st_size - live_bytes
-    return CollectReport(packs, removed)
+    return CollectReport(packs, removed, waiting)
 
 
 def _rewrite(store: ObjectStore, path: Path, live: dict[bytes, Location], before: os.stat_result) -> bool:

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
+from ckptstore.collector import CollectReport
 from ckptstore.store import ManifestInfo, Store
 from mesh.checkpoints.pruning import longest_over, with_superseded
 from mesh.consensus.status import JobStatus, is_over
@@ -77,13 +78,19 @@ class Retention:
     def _remove(self, needed: Mapping[bytes, Collection[int]], infos: Sequence[ManifestInfo], now_unix: float) -> None:
         for job, numbers in needed.items():
             self._store.forget_old(job, numbers)
+        waiting_bytes = self._collect().waiting_bytes  # they go without anything else
         since = {job: at for job, at in self._over.items() if at <= now_unix - self._keep_s}
-        for info in longest_over(infos, since, excess_bytes(self._store)):
+        over = list(longest_over(infos, since, excess_bytes(self._store) - waiting_bytes))
+        for info in over:
             days = (now_unix - since[info.job]) / 86_400
             words = "%s %d of job %s, over for %.0f days, is removed: the store's room is nearly used up"
             log.info(words, info.kind, info.seq, format_job(info.job)[:8], days)
             self._store.forget(info.id)
-        self._store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
+        if over:
+            self._collect()
+
+    def _collect(self) -> CollectReport:
+        return self._store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
 
 
 def excess_bytes(store: Store, disk: Callable[..., tuple[int, int, int]] = shutil.disk_usage) -> int:

@@ -107,6 +107,27 @@ async def test_job_that_ended_first_is_dropped_first_and_no_more_than_needed(
     assert kept(store) == {THREE}
 
 
+@pytest.mark.parametrize("young", [False, True])
+async def test_garbage_goes_before_results(retention: Retention, store: Store, tmp_path: Path, young: bool) -> None:
+    """Also garbage that may only be collected in a quarter of an hour."""
+    await tidy(retention, {ONE: [told(ONE)]}, NOW)
+    write_tree(tmp_path / "in", {"a": os.urandom(BYTES)})
+    saved = save(store, tmp_path / "in", job=b"4" * 16)
+    store.forget(saved.id)
+    if not young:
+        age(store)
+    fill(store)
+    await tidy(retention, {}, NOW + 30 * DAY_S)
+    assert kept(store) == {ONE, TWO, THREE}
+    fill(store)
+    if young:
+        age(store)
+        await tidy(retention, {}, NOW + 30 * DAY_S)
+        fill(store)
+    await tidy(retention, {}, NOW + 30 * DAY_S)
+    assert kept(store) == {TWO, THREE}, "there is no garbage any more"
+
+
 async def test_space_of_young_packs_is_not_freed_yet(retention: Retention, store: Store, tmp_path: Path) -> None:
     """An upload writes its chunks before the manifest that names them."""
     write_tree(tmp_path / "in", {"a": os.urandom(BYTES)})
