@@ -320,7 +320,7 @@ class Admission:
         """Decide on requests made at other nodes, and publish changed lists; to be called each second."""
         self._requests.expire(self._clock.unix())
         self._publish_pending()
-        if self._look:
+        if self._look and not self._used.held:
             self._look = False
             self._decide_elsewhere()
 
@@ -419,7 +419,7 @@ class Admission:
         trust, now_unix = self._core.trust, self._clock.unix()
         issuer, grant = verify_invited(trust, entry, now_unix)
         me = trust.credentials(self._core.me, now_unix)
-        if issuer != self._core.me or me is None:
+        if issuer != self._core.me or me is None or self._used.held:
             return Decision()
         try:
             if len(me.through) >= MAX_THROUGH:

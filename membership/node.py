@@ -125,7 +125,7 @@ class MembershipNode:
         self._snapshot = Snapshot()
         self._revocations = RevocationFile(state_dir / "revoked")
         self._unsaved_revocations: list[bytes] = []
-        self._used_invites = UsedInvites(state_dir / "invites")
+        self.used_invites = UsedInvites(state_dir / "invites")
         self._clock = clock or SystemClock()
         self._policy = policy or AdmissionPolicy()
         self._keep_chain, self._on_fatal, self._zone_of = keep_chain, on_fatal, zone_of
@@ -161,7 +161,7 @@ class MembershipNode:
         except OSError as error:
             raise PortInUse(f"no address to advertise ({error}): give an IP address with --advertise") from error
         await asyncio.to_thread(self._revocations.read_into, self.trust)
-        await asyncio.to_thread(self._used_invites.read, now_unix)
+        await asyncio.to_thread(self.used_invites.read, now_unix)
         if self.identity.node_id in self.trust.revoked:
             raise TrustError("this node's key was revoked: ask for an invite and join with a new --state directory")
         self._snapshot = await asyncio.to_thread(self._snapshots.read)
@@ -184,7 +184,7 @@ class MembershipNode:
             counters=self.counters,
         )
         self._admission = Admission(
-            self.identity, self._core, self._policy, self._used_invites, self.problems, self._clock
+            self.identity, self._core, self._policy, self.used_invites, self.problems, self._clock
         )
         self._streams = Streams(self._core, self._ping_udp, self._admission.answer)
         self._core.start()

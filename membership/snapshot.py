@@ -95,16 +95,20 @@ class InviteUse(msgspec.Struct, frozen=True):
 class _Uses(msgspec.Struct, frozen=True):
     since_unix: int
     uses: tuple[InviteUse, ...] = ()
+    count: int = 0
 
 
 class UsedInvites:
     """The machines that each invite of this node has admitted, until it ends.
 
-    An invite older than the file is void: a lost file must not make used invites valid again.
+    An invite older than the file is void: a lost file must not make used invites valid again. Nor must an old copy of it: `count`
+    tells its age, the uses in all, and while `held`, until somebody has compared it, no invite is decided on.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.count = 0
+        self.held = False
         self._since_unix = 0
         self._uses: dict[bytes, InviteUse] = {}
 
@@ -115,7 +119,11 @@ class UsedInvites:
         except (FileNotFoundError, *MALFORMED):
             found = _Uses(int(now_unix))
             write_durably(self._path, msgspec.msgpack.encode(found))
-        self._since_unix, self._uses = found.since_unix, {use.key: use for use in found.uses}
+        self._since_unix, self._uses, self.count = found.since_unix, {use.key: use for use in found.uses}, found.count
+
+    def void(self, count: int, now_unix: float) -> None:
+        """Void the invites made until now, on disk on return: this file is a copy from before there were `count` uses."""
+        self._write(int(now_unix) + 1, self._uses, max(count, self.count))
 
     def take(self, grant: Grant, node: NodeId, now_unix: float) -> bool:
         """Use an invite for a node, on disk on return; False if it has no use left. The same node uses it once."""
@@ -126,9 +134,12 @@ class UsedInvites:
             return False
         uses = {key: use for key, use in self._uses.items() if now_unix <= use.not_after + CLOCK_GRACE_S}
         uses[grant.key] = InviteUse(grant.key, grant.not_after, (*known.nodes, node))
-        write_durably(self._path, msgspec.msgpack.encode(_Uses(self._since_unix, tuple(uses.values()))))
-        self._uses = uses
+        self._write(self._since_unix, uses, self.count + 1)
         return True
+
+    def _write(self, since_unix: int, uses: dict[bytes, InviteUse], count: int) -> None:
+        write_durably(self._path, msgspec.msgpack.encode(_Uses(since_unix, tuple(uses.values()), count)))
+        self._since_unix, self._uses, self.count = since_unix, uses, count
 
 
 _uses_decoder = msgspec.msgpack.Decoder(_Uses)

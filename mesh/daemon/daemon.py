@@ -137,7 +137,7 @@ class Daemon:
         await self._open_guests()
         await self._open_storage()
         await self._open_membership()
-        self._journal_age = JournalAge(self.membership, self._journal)
+        self._journal_age = JournalAge(self.membership, self._journal, self.membership.used_invites)
         journal_is_old = await self._journal_age.check()
         await self._make_jobs()
         await self._make_owner()
@@ -219,6 +219,7 @@ class Daemon:
         )
         if settings.open:
             log.warning("OPEN MESH: this node admits everybody who asks. To end that, restart it without --open")
+        self.membership.used_invites.held = True  # until the age of the file is known (`JournalAge`)
         await self.membership.start()
         credentials, problems = self.membership.credentials, self.membership.problems
         self._store.user = credentials.user

@@ -203,6 +203,20 @@ def test_endorsement_admits_a_machine_that_asked_with_an_invite_of_the_endorser(
     assert ann.ask(invited_request(invite(ann, mine=True))).state == "admitted"
 
 
+def test_invite_waits_while_the_file_of_uses_is_held(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    root.used.held = True
+    using = invite(root, user="eve")
+    assert root.ask(invited_request(using)).state == "waiting"
+    ann.core.publish(INVITED, encode_pending([pending(using)]), 600)
+    meet(root.node, ann.node)
+    root.notice(INVITED)
+    assert root.used.count == 0
+    root.used.held = False
+    root.admission.tick()
+    assert root.used.count == 1 and root.core.trust.credentials(STRANGER.node_id, NOW) is not None
+
+
 def test_machine_goes_with_the_member_that_endorsed_it(tmp_path: Path) -> None:
     root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
     ann.core.publish(ENDORSED, encode_pending([pending(invite(ann, mine=True))]), 600)
