@@ -3,7 +3,8 @@
 A connection is a stranger's until its handshake is done (`mesh.rpc.tls`). `Handshakes` limits how many begin in a second, since
 each takes a millisecond of the processor. Strangers share few places, and those at one address fewer. When these are full, the
 oldest unfinished handshake ends, so that an honest one, which takes milliseconds, gets through a flood. A member holds at most
-MAX_PER_PEER connections, and all members together MAX_CONNECTIONS.
+MAX_PER_PEER connections, and all members together MAX_CONNECTIONS. A connection ends soon after the membership of its node,
+whatever it is being answered.
 """
 
 import asyncio
@@ -41,6 +42,7 @@ READ_BYTES = 1 << 17  # a body is read ahead up to twice that, and one piece of 
 BODY_S, ANSWER_S = 30.0, 60.0  # for a body and for an answer that are not streams
 LINGER_S = 1.0  # reads on after an early answer, so that the caller sees it
 COPIES = 2  # of a body while it is read
+LOOK_S = 2.0  # between two looks for former members; a tunnel tells its user within 0.5 s why it ends (own choice)
 
 assert CALLS_PER_NODE + TUNNELS_PER_NODE < MAX_PER_PEER
 
@@ -106,6 +108,7 @@ class PeerServer:
         refuse: Callable[[NodeId], str],
         count: Count = lambda reason: None,
         read_bytes: int = READ_BYTES,
+        look_s: float = LOOK_S,
     ) -> None:
         self._runner = web.AppRunner(
             application,
@@ -121,6 +124,9 @@ class PeerServer:
         self._limit = Handshakes()
         self._handshakes = Strangers(MAX_HANDSHAKES, MAX_HANDSHAKES_PER_HOST)
         self._of_peer: Counter[NodeId] = Counter()
+        self._connections: set[_Connection] = set()
+        self._look_s = look_s
+        self._look: asyncio.Task[None] | None = None
         self._max_connections = MAX_CONNECTIONS
         self._acceptor = Acceptor(self.take)
 
@@ -136,8 +142,12 @@ class PeerServer:
                 files,
             )
         self._acceptor.start(listeners)
+        self._look = asyncio.create_task(self._end_former_members(), name="former members")
 
     async def close(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            await asyncio.gather(self._look, return_exceptions=True)
         await self._acceptor.close()
         await self._handshakes.end()
         await self._runner.cleanup()
@@ -180,10 +190,21 @@ class PeerServer:
             return f"node {short_id(node)} has {self._of_peer[node]} connections, all nodes {self._of_peer.total()}"
         return ""
 
-    def _opened(self, peer: NodeId) -> None:
-        self._of_peer[peer] += 1
+    async def _end_former_members(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_s)
+            former = {node: reason for node in self._of_peer if (reason := self._refuse_node(node))}
+            for connection in [one for one in self._connections if one.peer in former]:
+                log.info("ended a connection: %s", former[connection.peer])
+                connection.abort()
 
-    def _closed(self, peer: NodeId) -> None:
+    def _opened(self, connection: "_Connection") -> None:
+        self._connections.add(connection)
+        self._of_peer[connection.peer] += 1
+
+    def _closed(self, connection: "_Connection") -> None:
+        peer = connection.peer
+        self._connections.discard(connection)
         self._of_peer[peer] -= 1
         if not self._of_peer[peer]:
             del self._of_peer[peer]
@@ -193,7 +214,10 @@ class _Connection(asyncio.Protocol):
     """Reports the beginning and the end of a connection, and passes all else on to `inner`."""
 
     def __init__(
-        self, inner: asyncio.Protocol, opened: Callable[[NodeId], None], closed: Callable[[NodeId], None]
+        self,
+        inner: asyncio.Protocol,
+        opened: Callable[["_Connection"], None],
+        closed: Callable[["_Connection"], None],
     ) -> None:
         self._inner, self._opened, self._closed = inner, opened, closed
         self.data_received, self.eof_received = inner.data_received, inner.eof_received  # type: ignore[method-assign]
@@ -201,11 +225,12 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.peer = cast(PeerObject, transport.get_extra_info("ssl_object")).peer
-        self._opened(self.peer)
+        self.abort = cast(asyncio.Transport, transport).abort
+        self._opened(self)
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closed(self.peer)
+        self._closed(self)
         self._inner.connection_lost(exc)
 
 

@@ -72,9 +72,13 @@ class World:
                 web.get("/large", self._large),
                 web.get("/gzip", self._gzip),
                 web.get("/moved", self._moved),
+                web.get("/follow", self._follow),
             ]
         )
-        self.server = PeerServer(app, HOST, MESH, lambda node: "" if node in MEMBERS else "no member", self._count)
+        self.members = set(MEMBERS)
+        self.server = PeerServer(
+            app, HOST, MESH, lambda node: "" if node in self.members else "no member", self._count, look_s=0.01
+        )
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
 
@@ -107,6 +111,14 @@ class World:
 
     async def _gzip(self, request: web.Request) -> web.Response:
         return web.Response(body=gzip.compress(bytes(10 * KIB)), headers={"Content-Encoding": "gzip"})
+
+    async def _follow(self, request: web.Request) -> web.StreamResponse:
+        """Answer as long as somebody listens, like a log that is followed."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"line")
+            await asyncio.sleep(0.01)
 
     async def _moved(self, request: web.Request) -> web.Response:
         raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{self.port}/echo")
@@ -476,3 +488,19 @@ async def test_idle_connection_and_unfinished_headers_are_closed(world: World, m
             writer.close()
     finally:
         await patient.server.close()
+
+
+async def test_answer_that_goes_on_ends_with_the_membership_of_its_reader(world: World) -> None:
+    async with (
+        asyncio.timeout(20),
+        world.client() as leaving,
+        world.client(OTHER) as staying,
+        staying.stream(HOST.node_id, "GET", "/follow", b"") as kept,
+    ):
+        with pytest.raises(PeerError):
+            async with leaving.stream(HOST.node_id, "GET", "/follow", b"") as cut:
+                assert await cut.content.readexactly(4) == await kept.content.readexactly(4) == b"line"
+                world.members.discard(MEMBER.node_id)
+                while True:
+                    await cut.content.readexactly(4)
+        assert await kept.content.readexactly(4) == b"line"
