@@ -62,7 +62,7 @@ def test_every_fault_is_drawn_by_some_seed() -> None:
     for name in ("loss", "duplicate", "reorder", "replay", "garbage", "slow", "offset_s", "drift"):
         assert sum(getattr(faults, name) > 0 for faults in plans) >= count // 6, name
     drawn = {incident for faults in plans for incident in faults.incidents}
-    assert len(drawn) == 14 and sum(faults.gentle for faults in plans) >= count // 6
+    assert len(drawn) == 15 and sum(faults.gentle for faults in plans) >= count // 6
 
 
 def test_one_seed_gives_one_digest_in_any_process() -> None:
