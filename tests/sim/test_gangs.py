@@ -38,11 +38,11 @@ def compete(seed: int) -> int:
     return max(len(record.record.attempts) for record in records)
 
 
-@pytest.mark.parametrize("seed", [6, 15])
+@pytest.mark.parametrize("seed", [6, 11, 15])
 def test_gangs_take_turns(seed: int) -> None:
     assert compete(seed) <= 6
 
 
 def test_no_gang_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Participant, "_give_way", lambda *asked: [])
-    assert compete(6) > 12, "each takes a node that another needs, time and again"
+    assert compete(11) > 12, "each takes a node that another needs, time and again"
