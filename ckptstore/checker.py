@@ -69,7 +69,10 @@ def _inspect(store: ObjectStore, path: Path) -> tuple[int, int, bool]:
                 intact = False
                 with contextlib.suppress(CorruptChunk):  # the disk cannot read it
                     intact = store.is_intact(header, read_stored(file.fileno(), header, offset))
-                good, wrong = good + intact, wrong + (not intact)
+                if intact:
+                    good += 1
+                else:
+                    wrong += 1
     except FileNotFoundError:
         return 0, 0, True  # collected meanwhile
     except CorruptChunk:

@@ -15,9 +15,8 @@ from ckptstore.errors import CorruptChunk, MissingChunks
 from ckptstore.objects import ObjectStore
 from ckptstore.pack import HEADER_BYTES, Location, PackWriter, check_stored, is_foreign, sync_directory
 
-AHEAD_S = (
-    86_400.0  # a pack touched later than this after now was touched by a wrong clock, not during this (own choice)
-)
+# A pack whose time is later than now by more than this has it from a wrong clock, not from a touch meanwhile (own choice).
+AHEAD_S = 86_400.0
 REPACK_BELOW = 0.5  # share of a pack's bytes still reachable (own choice)
 
 

@@ -164,8 +164,8 @@ StoredObject = tuple[ObjectHeader, memoryview]  # with its stored bytes
 class PackWriter:
     """Writes a pack in `tmp`, then publishes it as a whole. `add` may be called from several threads.
 
-    `foreign`: its chunks belong to jobs of other users than the node's own. There is no file before the first object, so
-    that one who never adds any owns nothing.
+    `foreign`: its chunks belong to jobs of other users than the node's own. The file is made with the first object, so a
+    writer without objects owns nothing.
     """
 
     def __init__(self, tmp: Path, packs: Path, foreign: bool = False) -> None:

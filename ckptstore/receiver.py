@@ -24,7 +24,7 @@ MOST_OBJECTS = 2 * MAX_IDS  # of a stream: the chunks of a message, each with a 
 class Receiver:
     """Receives one stream. Nothing is kept unless `finish` or `keep` returns.
 
-    Calls are serialized; after `finish`, `keep` or `abort` they have no effect. One to which nothing was fed owns nothing.
+    Calls are serialized; after `finish`, `keep` or `abort` they have no effect. A receiver owns nothing before its first chunk.
     """
 
     def __init__(self, store: ObjectStore, max_bytes: int, foreign: bool = False) -> None:

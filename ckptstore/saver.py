@@ -78,21 +78,20 @@ class Saver:
 
         FileChanged if anything changes while it is read, or has changed since the scan `before`.
         """
-        real = f"{os.path.realpath(path.parent)}/{path.name}"
+        real = Path(os.path.realpath(path.parent), path.name)
         if len(self.files) + len(self.left_out) >= MAX_FILES:
             raise BadManifest(f"there are more than {MAX_FILES} files: pack small files into few large ones")
         with _reading(path):
             found = settled(path, MAX_FILES - len(self.files) - len(self.left_out), whole)
         if before is not None and found != before:
             raise FileChanged(f"{path} changed before it could be saved")
-        self._clean(path, found)
+        self._clean(path, real, found)
         for name, look in found.items():
-            below = f"/{name}" if name else ""
-            self._add(f"{prefix}{below}", path / name, f"{real}{below}", look)
+            self._add(f"{prefix}/{name}" if name else prefix, path / name, real / name, look)
         with _reading(path):
             check_same(path, found, whole)
 
-    def _add(self, prefix: str, path: Path, real: str, look: Look) -> None:
+    def _add(self, prefix: str, path: Path, real: Path, look: Look) -> None:
         """Save one entry of a tree. `real` is its path with links resolved."""
         check_path(prefix)
         check_text(prefix)
@@ -125,7 +124,7 @@ class Saver:
         else:
             self.files.append(FileEntry(prefix, mode, 0, (), target))
 
-    def _add_file(self, prefix: str, path: Path, real: str, look: Look) -> None:
+    def _add_file(self, prefix: str, path: Path, real: Path, look: Look) -> None:
         # The n-th file with this path, digits aside, is compared with the n-th one of the parent checkpoint.
         shape = DIGITS.sub("#", prefix)
         self._same_shape[shape] += 1
@@ -138,7 +137,7 @@ class Saver:
             chunks = self._add_pieces(descriptor, key, pieces, path)
         self.files.append(FileEntry(prefix, look.mode, look.size, tuple(chunks)))
 
-    def _clean(self, path: Path, found: Scan) -> None:
+    def _clean(self, path: Path, real: Path, found: Scan) -> None:
         """Write back the pages of files that are mapped for writing, so that each later write changes their times.
 
         Other files are not written back, which takes as long as their bytes take to the disk (1 GiB: 0.5 s, a save of it 1.3 s).
@@ -149,8 +148,7 @@ class Saver:
             self._mapped = mapped_for_writing()
         for name, look in found.items() if self._mapped else ():
             if (look.device, look.inode) in self._mapped and stat.S_ISREG(look.mode):
-                real = f"{os.path.realpath(path.parent)}/{path.name}" + (f"/{name}" if name else "")
-                with _opened(path / name, real, look) as descriptor:
+                with _opened(path / name, real / name, look) as descriptor:
                     os.fsync(descriptor)
 
     def _add_pieces(self, descriptor: int, key: str, pieces: list[Piece], path: Path) -> list[Chunk]:
@@ -229,13 +227,13 @@ class Saver:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, real: str, look: Look) -> Iterator[int]:
+def _opened(path: Path, real: Path, look: Look) -> Iterator[int]:
     """Open a file of the guest for reading. FileChanged unless it is the one that had this look."""
     with _reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         # Since it was listed, a parent directory may have become a link to files that the guest may not read.
-        if os.readlink(f"/proc/self/fd/{descriptor}") != real:  # noqa: PTH115
+        if os.readlink(f"/proc/self/fd/{descriptor}") != str(real):  # noqa: PTH115
             raise FileChanged(f"{path} was moved while it was being saved")
         if Look.of(os.fstat(descriptor)) != look:
             raise FileChanged(f"{path} changed while it was being saved")

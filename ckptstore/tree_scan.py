@@ -17,7 +17,10 @@ TICK_NS = 20_000_000  # file times lag behind the clock by up to a kernel tick, 
 
 
 class Look(NamedTuple):
-    """What tells one state of a file from another. Two writes may leave time and size equal, so inode and change time count."""
+    """A file's metadata, which differs after each change of the file.
+
+    Two writes may leave the modification time and the size equal, so the inode and the change time are compared, too.
+    """
 
     mode: int
     device: int

@@ -18,7 +18,7 @@ from membership.bootstrap import Bootstrap
 from membership.config import SwimConfig
 from membership.effects import Effect, KeepChain, KeepRevocations, RecordChanged, SendPacket
 from membership.envelope import EnvelopeError, Recent, UnknownSender
-from membership.identity import NodeId
+from membership.identity import ID_BYTES, NodeId
 from membership.malformed import MALFORMED
 from membership.paths import Paths
 from membership.ratelimit import TokenBuckets
@@ -488,7 +488,7 @@ class Core:
             )
 
     def _apply_record(self, sealed: bytes, rumoured: bool) -> None:
-        if sealed[1:33] == self.me:
+        if sealed[1 : 1 + ID_BYTES] == self.me:
             self._outbid_earlier_run(sealed)
         applied = self.records.apply(sealed, self._clock.unix())
         if isinstance(applied, Record):
@@ -598,15 +598,17 @@ class Core:
                 self.counters["refused_flood"] += 1
                 raise FrameError("a member sends too much in its push-pulls")
             for kind, sealed in part:
-                author = self.swim.table.get(sealed[1:33])
                 if kind == "record":
                     self._apply_record(sealed, rumoured=False)
-                elif (
-                    author is None or sealed != author.alive_sealed
-                ):  # push-pulls repeat announcements, verified before
+                elif not self._has_announcement(sealed):
                     self._apply_evidence(sealed, rumoured=False)
             if len(part) == SLICE:
                 yield None
+
+    def _has_announcement(self, sealed: bytes) -> bool:
+        """Tell whether this is the announcement that the table has of a member: it was verified, and push-pulls repeat it."""
+        author = self.swim.table.get(sealed[1 : 1 + ID_BYTES])
+        return author is not None and sealed == author.alive_sealed
 
     def _admit(self, sender: NodeId, chain: bytes) -> None:
         if self.trust.admit_chain(chain, self._clock.unix()).node_id != sender:

@@ -497,7 +497,7 @@ class Swim:
                 younger = self._clones.started_before(evidence.boot)
                 return [Cloned(evidence.host, evidence.port, younger), *effects]
             return effects
-        # Nobody holds another accusation: it would count only for an announcement, and whoever holds a newer one shows it.
+        # Others ignore an accusation of anything else, unless they know a newer announcement, which they send along with it.
         if (evidence.epoch, evidence.incarnation) != (self._epoch, self._incarnation) or self.left:
             return []
         self.health.degrade()

@@ -58,7 +58,7 @@ class TrustError(ValueError):
 
 
 class WrongTerms(TrustError):
-    """What is asked for cannot be, whoever asks: a damaged invite, a text that is no name."""
+    """The request itself is wrong, whoever sends it: a damaged invite, or a text that is not a valid name."""
 
 
 class NameTaken(TrustError):

@@ -407,7 +407,9 @@ class Replicator:
                 try:
                     await self._send(peer, path, cargo, sliced(_noting(frames, broken)), transfer or Transfer())
                 except PeerError as error:
-                    raise broken[0] if broken else error from error
+                    if broken:
+                        raise broken[0] from error
+                    raise
 
     async def _send(
         self, peer: NodeId, path: str, cargo: Cargo, pieces: AsyncIterator[memoryview], transfer: Transfer

@@ -1,4 +1,4 @@
-"""What a job asks for, as the options that ask for it."""
+"""Render what a job asks for as command-line options."""
 
 import time
 from collections.abc import Callable

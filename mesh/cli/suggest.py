@@ -1,4 +1,4 @@
-"""What a command that does not exist was meant to be."""
+"""Suggest existing commands for one that does not exist."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches

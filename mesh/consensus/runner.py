@@ -320,10 +320,10 @@ class Runner:
                     return []
                 return self._vacate(self.spec.grace_s, USER_MOVES, at, to)
             case KillWanted(reason=reason):
-                if not self._vacate_reason:
-                    self._prefer(None)
                 if self.state == "awaiting":
                     return self._vacate(0.0, reason, at)
+                if not self._vacate_reason:
+                    self._prefer(None)
                 self._vacate_reason = self._vacate_reason or reason
                 return [Kill(reason)] if self.state in STOPPABLE else []
             case ClockStood():

@@ -62,9 +62,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     open: bool = False  # admit every node that asks to join
     lease_s: float = 15.0  # lease of jobs submitted here
     grace_s: float = 30.0  # time that guests have to save
-    store_quota_gib: float | None = (
-        None  # size of the checkpoint store; default: as much as leaves a tenth of the disk free
-    )
+    # size of the checkpoint store; default: as much as leaves a tenth of the disk free
+    store_quota_gib: float | None = None
     foreign_quota_gib: float | None = None  # part of the store for jobs of other users; default: all of it
     keep_days: float = 7.0  # time for which data of finished jobs stays, even if space is low
     encrypt: bool = True  # encrypt the data of jobs submitted here
@@ -73,17 +72,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_pids: int = 4096  # processes and threads of one job
     shm_gib: float | None = None  # /dev/shm of one job; default: half of its memory
     max_disk_gib: float | None = None  # disk of one job; default: half of what is free when it starts
-    max_disk_mib_s: float | None = (
-        None  # rate of one job's reads and of its writes on its directories; default: no limit
-    )
+    # rate of one job's reads and of its writes on its directories; default: no limit
+    max_disk_mib_s: float | None = None
     max_log_gib: float = 1.0  # log of one attempt; further output is dropped
     egress: Literal["none", "campus", "list"] = "none"  # networks that containers may reach
     egress_allow: tuple[str, ...] = ()  # networks for `egress = "list"`
     # Hosts that jobs may ask for by name, as api.wandb.ai:443, or groups of them: pypi (docs/how-to/network.md).
     network: tuple[str, ...] = ()
-    network_gib: float = (
-        50.0  # bytes that one job may exchange with hosts of `network`, both ways, until the daemon restarts
-    )
+    # bytes that one job may exchange with hosts of `network`, both ways, until the daemon restarts
+    network_gib: float = 50.0
     # Let CRIU restore checkpoints of other nodes as root (docs/explanation/isolation.md).
     system_checkpoints: bool = False
     image_fetch: bool = True  # fetch allowed images from other nodes when a job needs them
@@ -93,9 +90,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registry_port: int = 0  # port of the node's image registry, on loopback; 0: any free port, kept for later starts
     image_keep_gib: float = 100.0  # disk for fetched images; above it, the longest unused are removed
     image_keep_days: float = 30.0  # time for which an unused fetched image stays
-    data_quota_gib: float | None = (
-        None  # disk for data sets; above it, those unused for longest that others have are removed; default: no limit
-    )
+    # disk for data sets; above it, those unused for longest that others have are removed; default: no limit
+    data_quota_gib: float | None = None
     data: dict[str, str] = {}  # directories of this machine that stand for data sets, by name (docs/how-to/data.md)
     # Where `mesh run --uv` gets packages: the address of an index (https://pypi.org/simple), a directory of wheels, or nowhere.
     uv_index: str = ""

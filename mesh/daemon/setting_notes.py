@@ -1,4 +1,4 @@
-"""What each setting means: the comments of `Settings`, which `mesh config` and the page of settings show."""
+"""Descriptions of the settings, for `mesh config` and the documentation: the comments of `Settings`."""
 
 import ast
 import io

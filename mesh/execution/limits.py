@@ -41,9 +41,7 @@ LOOK_S, LOOK_SHARE, FALL_BYTES = 2.0, 20, 1 << 30
 PIDS_S = 2.0  # for an engine to list a session's processes, which takes milliseconds (own choice)
 FREE_SHARE = 2  # without a ceiling, a guest may use half of the space that is free when it starts (own choice)
 SAMPLE_S = 120.0  # for one sample (own choice): ten million files take half a minute, more if their disk is slow
-MOST_LINKS = (
-    1_000_000  # open files and mappings of all its processes (own choice); to look at so many takes some seconds
-)
+MOST_LINKS = 1_000_000  # open files and mappings of all its processes, which take some seconds to look at (own choice)
 MOST_FILES = 10_000_000  # and directories (own choice); to count so many takes half a minute (own measurement)
 PAGE = os.sysconf("SC_PAGESIZE")
 

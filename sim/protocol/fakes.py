@@ -21,11 +21,7 @@ from membership.identity import Identity, NodeId
 from membership.trust import ROLES, Certificate, TrustStore, User, admit_node, found_mesh
 
 UNIX = 1_800_000_000.0
-ADMITTER, ADMITTED, ENDORSED = (
-    1,
-    2,
-    3,
-)  # numbers of nodes: the first has admitted the second, which has endorsed the third
+ADMITTER, ADMITTED, ENDORSED = 1, 2, 3  # nodes: the first has admitted the second, which has endorsed the third
 USER_NAME = "sim"  # of the user to whom all nodes belong
 
 

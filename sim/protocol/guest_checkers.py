@@ -87,9 +87,8 @@ class JustEnds(JobChecker):
 
     def __init__(self) -> None:
         self._failed: dict[bytes, dict[int, set[int]]] = defaultdict(dict)  # exit codes of a gang's members by term
-        self._working: dict[tuple[bytes, int], set[bytes]] = defaultdict(
-            set
-        )  # job and term: nodes whose guest has steps left
+        # By job and term, the nodes whose guest has steps left.
+        self._working: dict[tuple[bytes, int], set[bytes]] = defaultdict(set)
         self._done: dict[bytes, set[int]] = defaultdict(set)  # terms in which a guest did all its steps
         self._runs: dict[bytes, list[Run]] = defaultdict(list)
         self._unsuccessful: set[bytes] = set()
