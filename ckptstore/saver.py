@@ -1,7 +1,8 @@
 """Saver: reads a tree of files into a pack, split into chunks, hashed and encoded on a few threads.
 
 A guest may write, truncate or remove files at any time. So files are read, never mapped (truncating a mapped file kills its
-reader), and a tree in which anything changed from before its first file was read until after its last is not saved.
+reader). A tree is saved as it was at one moment: each file must look the same from before that until it has been read. What the
+guest does with a file that has been read, or removes while it is open, harms nothing.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from ckptstore.errors import BadManifest, BadPath, FileChanged, StoreError
 from ckptstore.manifest import MAX_BYTES, MAX_FILES, Chunk, FileEntry, check_link, check_path, check_text
 from ckptstore.mappings import mapped_for_writing
 from ckptstore.pack import Location, PackWriter, chunk_name, next_data, read_at, wrap
-from ckptstore.tree_scan import TICK_NS, Look, Scan, check_same, settled
+from ckptstore.tree_scan import TICK_NS, Look, Scan, settled
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,10 @@ class Saver:
     def add(self, prefix: str, path: Path, whole: bool = True, before: Scan | None = None) -> None:
         """Save a file, a link, or a directory, if `whole` with its contents, as they are at one moment.
 
-        FileChanged if anything changes while it is read, or has changed since the scan `before`.
+        FileChanged if anything changes before it has been read, or has changed since the scan `before`.
         """
+        if not self._mapped_ns:  # it takes long, and a guest that saves often soon removes what is scanned
+            self._find_mapped()
         real = Path(os.path.realpath(path.parent), path.name)
         if len(self.files) + len(self.left_out) >= MAX_FILES:
             raise BadManifest(f"there are more than {MAX_FILES} files: pack small files into few large ones")
@@ -88,8 +91,6 @@ class Saver:
         self._clean(path, real, found)
         for name, look in found.items():
             self._add(f"{prefix}/{name}" if name else prefix, path / name, real / name, look)
-        with _reading(path):
-            check_same(path, found, whole)
 
     def _add(self, prefix: str, path: Path, real: Path, look: Look) -> None:
         """Save one entry of a tree. `real` is its path with links resolved."""
@@ -98,6 +99,8 @@ class Saver:
         if stat.S_ISLNK(look.mode):
             with _reading(path):
                 target = str(path.readlink())
+                if Look.of(path.lstat()) != look:
+                    raise FileChanged(f"{path} changed while it was being saved")
             self._add_link(prefix, look.mode, target)
         elif stat.S_ISDIR(look.mode):
             self.files.append(FileEntry(prefix, look.mode, 0))
@@ -135,7 +138,13 @@ class Saver:
         with _opened(path, real, look) as descriptor:
             pieces = split(lambda length, offset: os.pread(descriptor, length, offset), look.size)
             chunks = self._add_pieces(descriptor, key, pieces, path)
+            if not look.holds(os.fstat(descriptor)):
+                raise FileChanged(f"{path} changed while it was being saved")
         self.files.append(FileEntry(prefix, look.mode, look.size, tuple(chunks)))
+
+    def _find_mapped(self) -> None:
+        self._mapped_ns = time.time_ns()
+        self._mapped = mapped_for_writing()
 
     def _clean(self, path: Path, real: Path, found: Scan) -> None:
         """Write back the pages of files that are mapped for writing, so that each later write changes their times.
@@ -144,8 +153,7 @@ class Saver:
         """
         newest_ns = max(look.ctime_ns for look in found.values())
         if newest_ns > self._mapped_ns - TICK_NS:  # one may have been mapped and written since
-            self._mapped_ns = time.time_ns()
-            self._mapped = mapped_for_writing()
+            self._find_mapped()
         for name, look in found.items() if self._mapped else ():
             if (look.device, look.inode) in self._mapped and stat.S_ISREG(look.mode):
                 with _opened(path / name, real / name, look) as descriptor:

@@ -158,8 +158,8 @@ class Store(ObjectStore):
         come with their contents if `whole`.
 
         Only new chunks are written. With `compress` they are compressed, or stored as deltas to chunks of `parent` where that is
-        shorter. FileChanged, with the store unchanged, if anything under a prefix changes while that is read, or since its scan
-        in `scans`. `places`: see `Saver`.
+        shorter. What is under a prefix is saved as it was at one moment; FileChanged, with the store unchanged, if it changes too
+        often for that, or has since its scan in `scans`. `places`: see `Saver`.
         """
         from ckptstore.saver import Saver
 

@@ -33,6 +33,11 @@ class Look(NamedTuple):
     def of(cls, info: os.stat_result) -> "Look":
         return cls(info.st_mode, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
+    def holds(self, info: os.stat_result) -> bool:
+        """Tell whether an open file is unchanged. Its removal alone is no change, though it sets the change time."""
+        now = self.of(info)
+        return now == (self._replace(ctime_ns=now.ctime_ns) if info.st_nlink == 0 else self)
+
 
 Scan = dict[str, Look]  # by path below the root, which is ""; a directory before what is in it
 
@@ -43,25 +48,22 @@ def scan(root: Path, most: int = MAX_FILES, whole: bool = True) -> Scan:
 
 
 def settled(root: Path, most: int = MAX_FILES, whole: bool = True) -> Scan:
-    """Scan a tree once the clock of file times has passed its newest change, so that each later change leaves another look."""
+    """Scan a tree that looked like this at one moment, and in which each later change of a file leaves another look.
+
+    FileChanged if it changes meanwhile; otherwise as `scan`.
+    """
     found = scan(root, most, whole)
     wait_ns = max(look.ctime_ns for look in found.values()) + TICK_NS - time.time_ns()
-    if wait_ns <= 0:
-        return found
-    time.sleep(min(wait_ns, TICK_NS) / 1e9)
-    check_same(root, found, whole)
-    return found
-
-
-def check_same(root: Path, before: Scan, whole: bool = True) -> None:
-    """Raise FileChanged unless a tree looks as it did `before`. OSError."""
-    left = dict.fromkeys(before)
+    if wait_ns > 0:  # the clock of file times passes the newest change
+        time.sleep(min(wait_ns, TICK_NS) / 1e9)
+    left = dict.fromkeys(found)  # what looks the same before and after this moment looked so at it
     for name, look in _walk(root, MAX_FILES, whole):
-        if before.get(name) != look:
+        if found.get(name) != look:
             raise FileChanged(f"{root / name} changed while it was being saved")
         del left[name]
     for name in left:
         raise FileChanged(f"{root / name} was removed while it was being saved")
+    return found
 
 
 def _walk(root: Path, most: int, whole: bool) -> Iterator[tuple[str, Look]]:

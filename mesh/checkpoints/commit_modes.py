@@ -72,8 +72,9 @@ def committed_tree(
 ) -> CommittedTree | None:
     """Return the newest complete state, or None. `ended`: the guest has exited by itself, so nothing is written any more.
 
-    `beside`: also what lies beside the checkpoints, which the guest may be writing. `known`: the key of a state that was complete
-    before, so that open files need not be looked for again. OSError if the directory has more than MOST_ENTRIES entries.
+    `beside`: also earlier checkpoints, which the guest may be removing, and what lies beside them, which it may be writing.
+    `known`: the key of a state that was complete before, so that open files need not be looked for again. OSError if the
+    directory has more than MOST_ENTRIES entries.
     """
     if rules.mode == "stable":
         return _stable(directory, rules, now_unix, ended, known)
@@ -95,7 +96,7 @@ def committed_tree(
     unnumbered = _oldest_first(unnumbered)[-rules.keep :]
     files = [entry for entry in others if stat.S_ISREG(entry.mode) or stat.S_ISLNK(entry.mode)]
     files = sorted(files, key=lambda entry: entry.mtime_ns)[-MOST_BESIDE:]
-    saved = [*newest, *unnumbered, *files] if beside else newest
+    saved = [*newest, *unnumbered, *files] if beside else newest[-1:]
     return CommittedTree(
         roots={f"ckpt/{entry.name}": directory / entry.name for entry in saved},
         resume=newest[-1].name,

@@ -77,7 +77,7 @@ STREAM_S = 1.0  # for a killed guest to end before reads of streamed data sets a
 DATA_NOTED_S = 1.0  # a data set that is ready sooner needs no event (own choice)
 POLL_S = 0.25  # between looks at the checkpoint directory and the progress file (own choice)
 TORN_RETRIES = 5
-TRIES_BESIDE = 2  # of these with what lies beside the checkpoints, such as a log that grows all the time (own choice)
+TRIES_BESIDE = 2  # of these with earlier checkpoints, and a log that grows all the time beside them (own choice)
 HEEDS_EVERY = 8  # looks: a guest may install its signal handler late
 FULL_BYTES = 1 << 20  # free space below which writes are likely to fail (own choice)
 

@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import resource
@@ -7,6 +8,8 @@ import shutil
 import stat
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,49 +313,117 @@ def test_file_written_through_a_mapping_during_a_save_is_an_error(
     mapping.close()
 
 
-@pytest.mark.parametrize("first", ["a", "b"])
-def test_tree_is_saved_as_it_is_at_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
-    """A program writes its next state while the store reads: no file changes while it is itself read."""
-    write_tree(tmp_path / "in", {"a": b"old", "b": b"old"})
-    store, real = open_store(tmp_path / "store"), saver.Saver._add_file
-
-    def add(one: saver.Saver, prefix: str, path: Path, *more: Any) -> None:
-        if path.name == "a" and first == "b":
-            (tmp_path / "in" / "b").write_bytes(b"new")
-        real(one, prefix, path, *more)
-        if path.name == "a" and first == "a":
-            (tmp_path / "in" / "a").write_bytes(b"new")
-
-    monkeypatch.setattr(saver.Saver, "_add_file", add)
-    with pytest.raises(FileChanged, match=f"in/{first} changed while it was being saved"):
-        save(store, tmp_path / "in")
-    assert store.manifests() == [] and not [*store.tmp.iterdir(), *store.packs.iterdir()]
+def relink(link: Path, target: str) -> None:
+    link.unlink()
+    link.symlink_to(target)
 
 
-@pytest.mark.parametrize("change", ["a new file", "a removed file", "another mode", "an equal file in its place"])
-def test_every_change_of_a_tree_during_a_save_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "two files": lambda root: write_tree(root, {"a": b"after!", "z": b"after!"}),
+    "a new file": lambda root: (root / "below" / "c").touch(),
+    "a removed file": lambda root: (root / "z").unlink(),
+    "an emptied file": lambda root: (root / "z").write_bytes(b""),
+    "another mode": lambda root: (root / "below").chmod(0o700),
+    "another file in its place": lambda root: (root / "a").replace(root / "z"),
+    "another link": lambda root: (write_tree(root, {"a": b"after!"}), relink(root / "latest", "z")),
+    "another directory": lambda root: (root / "below").rename(root / "over"),
+    "a removed tree": shutil.rmtree,
+}
+
+
+class Meddler:
+    """A program that takes its next step before the n-th call with which a save looks at its tree."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.calls, self.watches = root, 0, False
+        self.steps: dict[int, Callable[[Path], object]] = {}
+        self.states: list[object] = []
+        for module, name in (
+            (os, "lstat"),
+            (os, "scandir"),
+            (os, "open"),
+            (os, "fstat"),
+            (os, "readlink"),
+            (saver, "read_at"),
+        ):
+            monkeypatch.setattr(module, name, partial(self._before, getattr(module, name)))
+
+    def state(self, root: Path) -> object:
+        return {
+            str(path.relative_to(root)): (
+                path.lstat().st_mode,
+                path.readlink() if path.is_symlink() else path.is_dir() or path.read_bytes(),
+            )
+            for path in root.rglob("*")
+        }
+
+    def save(self, store: Store, names: str, steps: dict[int, Callable[[Path], object]]) -> SavedManifest | None:
+        """Save a tree with these files while the program takes steps; return None if the save noticed one."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        write_tree(self.root, {name: b"before" for name in names.split()})
+        (self.root / "latest").symlink_to("a")
+        self.states = [self.state(self.root)]
+        self.calls, self.steps, self.watches = 0, dict(steps), True
+        try:
+            return save(store, self.root)
+        except FileChanged:
+            return None
+        finally:
+            self.watches = False
+
+    def _before(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if self.watches:
+            self.watches = False
+            if step := self.steps.pop(self.calls, None):
+                step(self.root)
+                self.states.append(self.state(self.root))
+            self.calls, self.watches = self.calls + 1, True
+        return call(*arguments, **options)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_tree_is_saved_as_it_was_at_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Whenever the program changes its tree, what is saved is all from before or all from after."""
+    store, meddler, kept, saves = open_store(tmp_path / "store"), Meddler(tmp_path / "in", monkeypatch), set(), 0
+    while not saves or not meddler.steps:
+        saved = meddler.save(store, "a below/b z", {saves: CHANGES[change]})
+        if saved is not None:
+            store.restore(saved.id, tmp_path / f"out-{saves}", prefix="ckpt")
+            kept.add(meddler.states.index(meddler.state(tmp_path / f"out-{saves}")))
+        saves += 1
+    assert saves > 20 and kept == ({0} if change == "a removed tree" else {0, 1})
+
+
+def test_tree_of_a_program_that_writes_file_by_file_is_of_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tree(tmp_path / "in", {"a": b"a", "below/b": b"b", "z": b"z"})
-    store, real = open_store(tmp_path / "store"), saver.Saver._add_file
+    store, meddler = open_store(tmp_path / "store"), Meddler(tmp_path / "in", monkeypatch)
+    assert meddler.save(store, "a z", {}) is not None
+    for first, second in ("az", "za"):
+        for begin, end in itertools.combinations(range(meddler.calls), 2):
+            steps = {
+                moment: partial(write_tree, files={name: b"after!"}) for moment, name in ((begin, first), (end, second))
+            }
+            saved = meddler.save(store, "a z", steps)
+            if saved is not None:
+                shutil.rmtree(tmp_path / "out", ignore_errors=True)
+                store.restore(saved.id, tmp_path / "out", prefix="ckpt")
+                assert meddler.state(tmp_path / "out") in meddler.states, (first, begin, end)
 
-    def add(one: saver.Saver, prefix: str, path: Path, *more: Any) -> None:
-        real(one, prefix, path, *more)
-        if path.name == "z" and change == "a new file":
-            (tmp_path / "in" / "below" / "c").touch()
-        elif path.name == "z" and change == "a removed file":
-            (tmp_path / "in" / "a").unlink()
-        elif path.name == "z" and change == "another mode":
-            (tmp_path / "in" / "below").chmod(0o700)
-        elif path.name == "z":
-            write_tree(tmp_path, {"a": b"a"})
-            (tmp_path / "a").replace(tmp_path / "in" / "a")
 
-    monkeypatch.setattr(saver.Saver, "_add_file", add)
-    with pytest.raises(FileChanged):
-        save(store, tmp_path / "in")
-    monkeypatch.undo()
-    save(store, tmp_path / "in")
+def test_what_a_program_removes_after_it_was_opened_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that saves often removes its checkpoints soon, and a save must not lose that race each time."""
+    write_tree(tmp_path / "in", {"a": b"x" * 3 * CHUNK_BYTES})
+    store = open_store(tmp_path / "store")
+
+    def read(*given: Any) -> int:
+        shutil.rmtree(tmp_path / "in", ignore_errors=True)
+        return read_at(*given)
+
+    monkeypatch.setattr(saver, "read_at", read)
+    saved = save(store, tmp_path / "in")
+    store.restore(saved.id, tmp_path / "out", prefix="ckpt")
+    assert read_tree(tmp_path / "out") == {"a": b"x" * 3 * CHUNK_BYTES}
 
 
 def test_tree_that_changed_since_it_was_found_complete_is_not_saved(tmp_path: Path) -> None:
