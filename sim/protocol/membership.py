@@ -724,7 +724,7 @@ class MembershipWorld:
         kind, later = rng.choice([Suspect, Dead]), rng.choice([(0, 0), (0, 0), (0, 1), (3_600_000, 0)])
         lie = kind(subject.id, held.epoch + later[0], held.incarnation + later[1])
         rumour = Rumours(liar.core.nonce(), liar.core.swim.root(), (("member", liar.core._seal_evidence(lie)),))
-        told = [node for node in rng.sample(self.nodes, 3) if node is not liar]
+        told = [node for node in rng.sample(self.nodes, min(3, len(self.nodes))) if node is not liar]
         liar.perform([SendPacket(node.id, *node.address, rumour) for node in told])
 
     def revoke(self, outcast: MembershipNode) -> bytes:
