@@ -1,11 +1,25 @@
 """Frames on a TCP stream: a 4-byte big-endian length, then the frame."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from membership.addresses import address_text
 from membership.reconcile import FRAME_LIMIT, FrameError
+
+PROBE_AFTER_S, PROBE_EVERY_S, PROBES = 10, 5, 3  # detects after 25 s that the other machine is gone (own choice)
+
+
+def keep_alive(sock: Any) -> None:
+    """Have the kernel notice that the machine at the other end of a TCP connection is gone, and send at once."""
+    with suppress(OSError, AttributeError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @asynccontextmanager

@@ -110,16 +110,16 @@ class Strangers:
 
 
 class Listener:
-    """Accepts connections and passes each on: to `frames` as streams, or to `tls`."""
+    """Accepts connections and passes each on: to `frames` as streams, or to `tls`, with its host."""
 
     def __init__(
         self,
-        frames: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+        frames: Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]],
         tls: Take,
         counters: Counter[str],
     ) -> None:
         self._frames, self._tls, self._counters = frames, tls, counters
-        self._acceptor = Acceptor(self._take)
+        self._acceptor = Acceptor(self.take)
         self._unsorted = Strangers(MAX_UNSORTED, MAX_UNSORTED_PER_HOST)
 
     def start(self, listeners: Sequence[socket.socket]) -> None:
@@ -130,7 +130,8 @@ class Listener:
         await self._acceptor.close()
         await self._unsorted.end()
 
-    def _take(self, connection: socket.socket, host: str) -> None:
+    def take(self, connection: socket.socket, host: str) -> None:
+        """Serve a connection from this host (`address_group`); a relay has accepted it for this node, if not the kernel."""
         ended = self._unsorted.make_place(host)
         self._counters["refused_silent"] += 1 if ended is None else ended
         if ended is None:
@@ -142,14 +143,14 @@ class Listener:
         taken = False
         try:
             async with asyncio.timeout(FIRST_BYTE_S):
-                first = await _first_byte(connection)
+                first = await first_byte(connection)
             if first == TLS:
                 taken = True
                 self._tls(connection, host)
             elif first == FRAMES:
                 loop = asyncio.get_running_loop()
                 taken = True
-                await loop.connect_accepted_socket(lambda: _streams(self._frames), connection)
+                await loop.connect_accepted_socket(lambda: _streams(self._frames, host), connection)
             else:
                 self._counters["refused_unsigned"] += 1
         except TimeoutError:
@@ -162,13 +163,16 @@ class Listener:
 
 
 def _streams(
-    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]], host: str
 ) -> asyncio.StreamReaderProtocol:
-    callback: Any = serve  # typeshed wants no result, asyncio takes a coroutine
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await serve(reader, writer, host)
+
+    callback: Any = answer  # typeshed wants no result, asyncio takes a coroutine
     return asyncio.StreamReaderProtocol(asyncio.StreamReader(), callback)
 
 
-async def _first_byte(connection: socket.socket) -> bytes:
+async def first_byte(connection: socket.socket) -> bytes:
     """Wait for a byte and return it, unread; b"" if the connection has ended."""
     loop = asyncio.get_running_loop()
     while True:

@@ -46,6 +46,7 @@ from membership.member import Member
 from membership.reachability import NetworkReport, Reachability
 from membership.reconcile import Reached
 from membership.records import Record
+from membership.relay import Relay
 from membership.snapshot import MAX_PEERS, Peer, RevocationFile, Snapshot, SnapshotFile, UsedInvites, next_epoch
 from membership.streams import FAILURES, PACKET_TIMEOUT_S, Streams
 from membership.trust import CERTIFICATE_WARN_S, RENEW_BEFORE_S, ROLES, TrustError, TrustStore
@@ -83,7 +84,8 @@ class MembershipNode:
     """A member of one mesh.
 
     `tls` takes over connections to the port that speak TLS. `on_fatal` is called with the reason when this node must stop being a
-    member (another machine has its key). `problems` maps a topic to a message for the user.
+    member (another machine has its key). `problems` maps a topic to a message for the user. `relay_nodes`: to how many members
+    that others cannot reach this one lends a port.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class MembershipNode:
         on_fatal: Callable[[str], None] = lambda reason: None,
         zone_of: Callable[[NodeId], str] = lambda node: "",
         tls: Take = lambda connection, host: connection.close(),
+        relay_nodes: int = 0,
+        relay_mbps: float = 100.0,
     ) -> None:
         self.identity = identity
         self.trust = trust
@@ -129,7 +133,6 @@ class MembershipNode:
         self._clock = clock or SystemClock()
         self._policy = policy or AdmissionPolicy()
         self._keep_chain, self._on_fatal, self._zone_of = keep_chain, on_fatal, zone_of
-        self._reachability = Reachability(bind_host, advertise_host, self.problems, self._clock, self._rng)
         self._admission: Admission
         self._started: Core | None = None
         self._streams: Streams
@@ -142,6 +145,11 @@ class MembershipNode:
         self._renew_at = 0.0
         self._transports: dict[socket.AddressFamily, asyncio.DatagramTransport] = {}
         self._listener = Listener(self._serve_unless_stopped, tls, self.counters)
+        self._reachability = Reachability(
+            bind_host, advertise_host, self.problems, self._clock, self._rng, self._listener.take
+        )
+        self._relay_nodes, self._relay_mbps = relay_nodes, relay_mbps
+        self._relay: Relay
         self._epoch = 0
         self._stopped = False
 
@@ -177,7 +185,7 @@ class MembershipNode:
             self._rng,
             self._clock,
             self._perform,
-            host=self.host,
+            host=self.own_host,
             port=self.port,
             epoch=self._epoch,
             zone_of=self._zone_of,
@@ -186,7 +194,8 @@ class MembershipNode:
         self._admission = Admission(
             self.identity, self._core, self._policy, self.used_invites, self.problems, self._clock
         )
-        self._streams = Streams(self._core, self._ping_udp, self._admission.answer)
+        self._relay = Relay(self._core, self._bind_host, self.port, self._relay_nodes, self._relay_mbps)
+        self._streams = Streams(self._core, self._ping_udp, self._admission.answer, self._relay)
         self._core.start()
         if self._mdns_config is not None:
             from membership.mdns import MdnsBeacon  # and zeroconf, which a node without mDNS does not need
@@ -196,7 +205,7 @@ class MembershipNode:
                 self.identity.node_id,
                 self.credentials.nick,
                 self.trust.mesh_id,
-                self.host,
+                self.own_host,
                 self.port,
                 self._on_discovered,
             )
@@ -215,6 +224,9 @@ class MembershipNode:
             await self._beacon.stop()
         for transport in self._transports.values():
             transport.close()
+        await self._reachability.close()
+        if self._started is not None:
+            await self._relay.close()
         await self._listener.close()
 
     async def leave(self) -> None:
@@ -247,9 +259,14 @@ class MembershipNode:
     # --- queries and commands
 
     @property
-    def host(self) -> str:
-        """The advertised address."""
-        return self._reachability.host
+    def address(self) -> tuple[str, int]:
+        """The advertised host and port: this node's own, or those that a relay lends it."""
+        return self._reachability.host, self._reachability.port
+
+    @property
+    def own_host(self) -> str:
+        """This machine's address."""
+        return self._reachability.own_host
 
     @property
     def reached(self) -> dict[NodeId, Reached]:
@@ -308,10 +325,10 @@ class MembershipNode:
             )
         return sorted(views, key=lambda view: (view.nick, view.node_id))
 
-    def host_of(self, node: NodeId) -> str | None:
-        """Return a member's last known address."""
+    def address_of(self, node: NodeId) -> tuple[str, int] | None:
+        """Return a member's last known host and port."""
         member = self._core.swim.table.get(node)
-        return member.host if member is not None else None
+        return (member.host, member.port) if member is not None else None
 
     def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> bool:
         """Replace a section of this node; a small one reaches the others within about a second, an urgent one at once.
@@ -530,11 +547,13 @@ class MembershipNode:
                 self._core.on_ack.pop(ping.nonce, None)
         return False
 
-    async def _serve_unless_stopped(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_unless_stopped(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str
+    ) -> None:
         if self._stopped or self._started is None:
             writer.close()
             return
-        await self._streams.serve(reader, writer)
+        await self._streams.serve(reader, writer, host)
 
     # --- discovery and upkeep
 
@@ -575,6 +594,7 @@ class MembershipNode:
             steps += [
                 self._reopen_transports,
                 self._admission.tick,
+                self._relay.end_former,
                 self._try_udp_where_due,
                 self._renew_if_due,
                 partial(self._reachability.check_if_due, self._core, self._streams),
@@ -659,7 +679,7 @@ class MembershipNode:
         self._renew_at = self._clock.boot() + JOIN_AGAIN_S
         present = [(member.host, member.port) for member in self._core.swim.table.present()]
         remembered = [(peer.host, peer.port) for peer in self._snapshot.peers]
-        known = sorted({*present, *remembered, *self._seeds} - {(self.host, self.port)})
+        known = sorted({*present, *remembered, *self._seeds} - {self.address})
         for host, port in self._rng.sample(known, min(len(known), 3)):
             nonce, me = self._core.nonce(), self.credentials
             try:

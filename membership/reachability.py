@@ -1,7 +1,8 @@
 """Reachability: choose the address this node advertises, verify it by asking other members, and follow network changes.
 
 The route to other nodes determines the address. A random member is asked to reach it over UDP and TCP every five minutes and
-after each change of the network interfaces.
+after each change of the network interfaces. A node that no member reaches, as behind NAT or a firewall that lets nothing in,
+advertises the port that another member lends it (`relay`), until a member reaches it at its own address again.
 """
 
 import asyncio
@@ -17,8 +18,10 @@ from membership.bootstrap import Bootstrap
 from membership.core import Clock, Core
 from membership.discovery import LOOPBACKS, advertised_address, lan_addresses, neighbours, without_route
 from membership.identity import NodeId, short_id
+from membership.listener import Take
 from membership.member import Member
 from membership.reconcile import Reached
+from membership.relay import use
 from membership.streams import FAILURES, Streams
 
 if TYPE_CHECKING:
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 RECHECK_S, CHECK_S = 15.0, 300.0  # between two checks, after a failed one and otherwise
 FIRST_CHECK_S = 2.0
 MAX_ANSWERS = 8
+MISSES = 2  # members in a row that do not reach this node: one may be cut off itself (own choice)
+AGAIN_S = 1.0  # until another member is asked (own choice)
+RELAYS_TRIED = 4  # in a row (own choice)
+SUSPECT_S = 2.0  # until a relay that does not answer is given up: a lost packet is refuted by then (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +52,7 @@ class NetworkReport(msgspec.Struct, frozen=True):
     """A node's view of its network, for diagnosis. Neighbours are members on this node's own networks.
 
     `over_tcp`: members that UDP does not reach. `no_route`: members whose address is of a family that this machine lacks.
+    `relay`: the member through which others reach this node; empty if they reach it itself.
     """
 
     others: int
@@ -56,37 +64,60 @@ class NetworkReport(msgspec.Struct, frozen=True):
     clock_peers: int
     over_tcp: int = 0
     no_route: tuple[str, ...] = ()
+    relay: str = ""
 
 
 class Reachability:
     """The advertised address. An `explicit` one was set by the owner and never changes.
 
-    `problems` is shared with the node: it maps a topic to a message for the user.
+    `problems` is shared with the node: it maps a topic to a message for the user. `own_host`: the address of this machine, also
+    while another one's is advertised. `take` serves the connections that a relay passes on.
     """
 
     def __init__(
-        self, bind_host: str, explicit: str | None, problems: dict[str, str], clock: Clock, rng: Random
+        self, bind_host: str, explicit: str | None, problems: dict[str, str], clock: Clock, rng: Random, take: Take
     ) -> None:
-        self.host = ""
-        self.port = 0
+        self.own_host = ""
+        self.own_port = 0
         self.reached: dict[NodeId, Reached] = {}
         self._bind_host, self._explicit = bind_host, explicit
         self._problems, self._clock, self._rng = problems, clock, rng
         self._addresses: list[str] = []
         self._check_at = 0.0
+        self._take = take
+        self._relay: NodeId | None = None
+        self._lent: tuple[str, int] | None = None  # host and port of the relay
+        self._relaying: asyncio.Task[None] | None = None
+        self._misses = 0
+        self._tried: set[NodeId] = set()  # members that do not relay, or whose port nobody reaches
+
+    @property
+    def host(self) -> str:
+        return self._lent[0] if self._lent is not None else self.own_host
+
+    @property
+    def port(self) -> int:
+        return self._lent[1] if self._lent is not None else self.own_port
+
+    async def close(self) -> None:
+        """Leave the relay."""
+        self._relay = self._lent = None
+        if self._relaying is not None:
+            self._relaying.cancel()
+            await asyncio.gather(self._relaying, return_exceptions=True)
 
     async def choose(self, port: int, towards: str | None) -> None:
         """Choose the address at a start: the one with which the kernel reaches `towards`, an address or a host name.
 
         A name that the owner set is resolved here, once. OSError if it has no address.
         """
-        self.port = port
+        self.own_port = port
         self._addresses = await asyncio.to_thread(lan_addresses)
         host = self._explicit
         if host is None:
             host = await asyncio.to_thread(advertised_address, self._bind_host, towards)
         family = family_of(self._bind_host) if self._bind_host else socket.AF_UNSPEC
-        self.host = await asyncio.to_thread(resolved, host, family)
+        self.own_host = await asyncio.to_thread(resolved, host, family)
         self._check_at = self._clock.boot() + FIRST_CHECK_S
 
     async def check_interfaces(self, core: Core, beacon: "MdnsBeacon | None", woke_up: bool) -> None:
@@ -96,37 +127,97 @@ class Reachability:
             return
         self._addresses = addresses
         core.counters["interface_changes"] += 1
-        if self._may_choose and self.host not in addresses:
+        self._misses = 0
+        if self._may_choose and self.own_host not in addresses:
             peers = _sample(core, 1, self._rng)
             towards = peers[0].host if peers else None
             self._change(await asyncio.to_thread(advertised_address, self._bind_host, towards), core)
         if beacon is not None:
-            await beacon.update(self.host)
+            await beacon.update(self.own_host)
         self._check_at = self._clock.boot()
 
     async def check_if_due(self, core: Core, streams: Streams) -> None:
-        """Ask a random member whether it reaches this node at the advertised address."""
+        """Ask a random member whether it reaches this node at its own address, and if not, at its relay's."""
+        if self._relay is not None and self._has_lost(self._relay, core):
+            self._tried = {self._relay}
+            await self._find_relay(core)
         peers = _sample(core, 1, self._rng)
         if self._clock.boot() < self._check_at or not peers:
             return
         self._check_at = self._clock.boot() + CHECK_S
         (peer,) = peers
         try:
-            answer = await streams.ask_reached(peer.node, self.host, self.port, peer.host, peer.port)
+            own = answer = await streams.ask_reached(peer.node, self.own_host, self.own_port, peer.host, peer.port)
+            if self._lent is not None and own.tcp != "acked":
+                answer = await streams.ask_reached(peer.node, *self._lent, peer.host, peer.port)
         except FAILURES as error:
             log.debug("%s did not answer a reachability check: %s", short_id(peer.node), error)
             return
         self.reached.pop(peer.node, None)
         self.reached = dict([*self.reached.items(), (peer.node, answer)][-MAX_ANSWERS:])
-        elsewhere = answer.seen_host not in {"", self.host}
-        if self._may_choose and elsewhere and not answer.udp and answer.seen_host in (*self._addresses, *LOOPBACKS):
-            self._change(answer.seen_host, core)
-            self._check_at = self._clock.boot() + 1.0
+        elsewhere = own.seen_host not in {"", self.own_host}
+        if self._may_choose and elsewhere and not own.udp and own.seen_host in (*self._addresses, *LOOPBACKS):
+            self._change(own.seen_host, core)
+            self._check_at = self._clock.boot() + AGAIN_S
             return
         self._problems.pop("reach", None)
-        if not answer.udp or answer.tcp != "acked":
+        if own.tcp == "acked":
+            self._misses = 0
+            if self._relay is not None:
+                await self.close()
+                core.set_address(self.host, self.port)
+                self._check_at = self._clock.boot() + AGAIN_S  # that was one member's word
+        elif self._may_choose and answer.tcp != "acked":
+            self._misses += 1
+            if self._misses < MISSES or await self._find_relay(core):
+                self._check_at = self._clock.boot() + AGAIN_S
+                return
+        if answer.tcp != "acked" or (not answer.udp and self._relay is None):
             self._check_at = self._clock.boot() + RECHECK_S
             self._problems["reach"] = self._describe(core.trust.seen()[peer.node].nick, answer)
+
+    def _has_lost(self, relay: NodeId, core: Core) -> bool:
+        member = core.swim.table.get(relay)
+        if self._relaying is None or self._relaying.done() or member is None or not member.present:
+            return True
+        return member.state == "suspect" and self._clock.boot() - member.since > SUSPECT_S
+
+    async def _find_relay(self, core: Core) -> bool:
+        """Leave the relay, if there is one, and borrow a port of another member; False if a few have none."""
+        await self.close()
+        members = [member for member in core.swim.table.present() if member.node not in {core.me, *self._tried}]
+        if not members:
+            self._tried.clear()
+        for member in self._rng.sample(members, min(len(members), RELAYS_TRIED)):
+            self._tried.add(member.node)
+            if member.state == "alive" and await self._borrow(member, core):
+                return True
+        core.set_address(self.host, self.port)
+        return False
+
+    async def _borrow(self, member: Member, core: Core) -> bool:
+        """Ask a member for a port, and advertise it; False if it lends none."""
+        lent = asyncio.Event()
+
+        def advertise(port: int) -> None:
+            self._relay, self._lent = member.node, (member.host, port)
+            core.set_address(self.host, self.port)
+            lent.set()
+
+        async def relayed() -> None:
+            try:
+                await use(core, member, self._take, advertise)
+            except FAILURES as error:
+                log.info("%s passes no connections on: %s", nick, error or "it does not answer")
+
+        nick = core.trust.seen()[member.node].nick
+        self._relaying = asyncio.create_task(relayed(), name="relayed")
+        waiting = asyncio.create_task(lent.wait())
+        await asyncio.wait({self._relaying, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if lent.is_set():
+            log.info("no member reaches this node at %s: %s passes connections on", self.own_host, nick)
+        return lent.is_set()
 
     async def report(self, core: Core, streams: Streams, bootstrap: Bootstrap) -> NetworkReport:
         """Ask three random members now how they reach this node."""
@@ -145,6 +236,7 @@ class Reachability:
             clock_peers=core.swim.skew.peers,
             over_tcp=sum(core.paths.by_stream(member.node, self._clock.boot()) for member in others),
             no_route=tuple(core.trust.seen()[member.node].nick for member in others if member.host in no_route),
+            relay="" if self._relay is None else core.trust.seen()[self._relay].nick,
         )
 
     @property
@@ -152,10 +244,10 @@ class Reachability:
         return self._explicit is None and is_any(self._bind_host)
 
     def _change(self, host: str, core: Core) -> None:
-        if host != self.host:
-            log.info("this node's address changed from %s to %s", self.host, host)
-            self.host = host
-            core.set_address(host, self.port)
+        if host != self.own_host:
+            log.info("this node's address changed from %s to %s", self.own_host, host)
+            self.own_host = host
+            core.set_address(self.host, self.port)
 
     async def _ask(self, peer: Member, core: Core, streams: Streams) -> PeerReport:
         nick = core.trust.seen()[peer.node].nick

@@ -95,7 +95,42 @@ class Reached(Frame, frozen=True, array_like=True, tag="t"):
     seen_host: str
 
 
-AnyFrame = Greeting | Differs | Hello | Reply | StreamPing | Delta | Done | Renew | Renewed | ReachMe | Reached
+class RelayMe(Frame, frozen=True, array_like=True, tag="l"):
+    """Asks the receiver to pass connections on to the sender. Answer: `Relayed`, then an `Incoming` for each."""
+
+
+class Relayed(Frame, frozen=True, array_like=True, tag="y"):
+    """`port`: where the connections come in; 0 if it was refused, then `problem` gives the reason."""
+
+    answers: int
+    port: int
+    problem: str
+
+
+class Incoming(Frame, frozen=True, array_like=True, tag="i"):
+    """A connection from this host waits for one that begins with `token`."""
+
+    answers: int
+    token: bytes
+    host: str
+
+
+AnyFrame = (
+    Greeting
+    | Differs
+    | Hello
+    | Reply
+    | StreamPing
+    | Delta
+    | Done
+    | Renew
+    | Renewed
+    | ReachMe
+    | Reached
+    | RelayMe
+    | Relayed
+    | Incoming
+)
 
 
 class FrameError(ValueError):
@@ -133,6 +168,8 @@ def decode_frame(payload: bytes) -> AnyFrame:
         raise FrameError("more than a push-pull brings")
     if isinstance(frame, ReachMe) and not is_endpoint(frame.host, frame.port):
         raise FrameError("impossible address")
+    if isinstance(frame, Relayed) and not 0 <= frame.port < 65536:
+        raise FrameError("impossible port")
     return frame
 
 

@@ -19,7 +19,8 @@ from membership.framing import connected, read_frame, write_frame
 from membership.identity import NodeId, short_id
 from membership.listener import Strangers
 from membership.ratelimit import TokenBuckets
-from membership.reconcile import FRAME_LIMIT, AnyFrame, Done, FrameError, Reached, ReachMe, StreamPing
+from membership.reconcile import FRAME_LIMIT, AnyFrame, Done, FrameError, Reached, ReachMe, RelayMe, StreamPing
+from membership.relay import Relay
 from membership.trust import TrustError
 
 EXCHANGE_TIMEOUT_S = 5.0
@@ -65,15 +66,16 @@ class Incoming:
 
 
 class Streams:
-    """`reach` tries a UDP ping; `answer_join` answers a join request of a node that is no member yet."""
+    """`reach` tries a UDP ping; `answer_join` answers a join request of a node that is no member yet; `relay` serves members."""
 
     def __init__(
         self,
         core: Core,
         reach: Callable[[NodeId, str, int], Awaitable[bool]],
         answer_join: Callable[[bytes, str], bytes],
+        relay: Relay,
     ) -> None:
-        self._core, self._reach, self._answer_join = core, reach, answer_join
+        self._core, self._reach, self._answer_join, self._relay = core, reach, answer_join, relay
         self._counters: Counter[str] = core.counters
         self._strangers = Strangers(MAX_SERVED, MAX_SERVED_PER_HOST)
         self._members: dict[asyncio.Task[None], str] = {}  # streams of members, and their hosts
@@ -120,19 +122,24 @@ class Streams:
             raise FrameError("the answer does not match the question")
         return answer
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, group: str) -> None:
         """Answer one exchange that another node begins; failures are counted, not raised."""
         host = str((writer.get_extra_info("peername") or ("",))[0])
-        group = address_group(host)
+        if address_group(host) != group:
+            host = group  # a relay is between
         ended = self._strangers.make_place(group)
         self._counters["refused_busy"] += 1 if ended is None else ended
         if ended is None:
             writer.close()
             return
         self._strangers.add(_this_task(), group)
+        relayed = False
         try:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
-                await self._answer(host, Incoming(reader, group, self._buckets, self._counters), writer)
+                asks = await self._answer(host, Incoming(reader, group, self._buckets, self._counters), writer)
+            if asks is not None:
+                self._relay.lend(*asks, reader, writer)
+                relayed = True
         except (EnvelopeError, FrameError):
             self._counters["refused_unsigned"] += 1
         except TrustError as error:
@@ -147,7 +154,8 @@ class Streams:
         finally:
             self._strangers.recognize(_this_task())
             self._members.pop(_this_task(), None)
-            writer.close()
+            if not relayed:
+                writer.close()
 
     def _tell_refusal(self, error: TrustError) -> None:
         """Log refused nodes now and then: anybody on the network can cause them."""
@@ -157,28 +165,36 @@ class Streams:
             log.info("refused %d connections since this was last said; of the last one: %s", self._refused, error)
             self._refused, self._tell_at = 0, now + TOLD_EVERY_S
 
-    async def _answer(self, host: str, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, host: str, incoming: Incoming, writer: asyncio.StreamWriter
+    ) -> tuple[NodeId, RelayMe] | None:
+        """Answer an exchange; return the member and its question if it asks for a relay, which keeps the stream."""
         first = await incoming.read()
         if is_join_request(first):
             await write_frame(writer, self._answer_join(first, host))
-            return
+            return None
         if first.startswith(PACKET):
             answers = self._core.on_stream_packet(first.removeprefix(PACKET), host)
             if answers is not None:
                 incoming.recognize()
             for answer in [] if answers is None else [*answers[: MAX_ANSWERS - 1], b""]:
                 await write_frame(writer, PACKET + answer)
-            return
+            return None
         sender, frame = self._core.open_frame(first)
         if self._core.is_member(sender):
             incoming.recognize()
             self._take_place(address_group(host))
+        elif isinstance(frame, ReachMe | RelayMe):
+            raise TrustError(f"{short_id(sender)} asks for a service and is not a member")
         if isinstance(frame, ReachMe):
             await self._write(writer, await self._try_to_reach(sender, frame, host))
-            return
+            return None
+        if isinstance(frame, RelayMe):
+            return sender, frame
         await self._drive(self._core.answer(sender, frame), incoming.read, writer)
         if self._core.is_member(sender):
             incoming.recognize()  # it has shown its certificate
+        return None
 
     def _take_place(self, group: str) -> None:
         """Give this task, which serves a member, a place that strangers leave it; Busy if there is none."""
@@ -188,9 +204,7 @@ class Streams:
         self._members[_this_task()] = group
 
     async def _try_to_reach(self, sender: NodeId, question: ReachMe, seen_host: str) -> Reached:
-        """Ping the sender at the address it names. Only members may ask, and only about themselves."""
-        if not self._core.is_member(sender):
-            raise TrustError(f"{short_id(sender)} asks for a reachability check and is not a member")
+        """Ping the sender, a member, at the address it names."""
         udp, tcp = await asyncio.gather(
             self._reach(sender, question.host, question.port), self.ping(sender, question.host, question.port, 1.0)
         )

@@ -489,6 +489,14 @@ def _reach(address: str, network: dict[str, Any], own: Collection[str]) -> Itera
             text = f"none of {names} answers over TCP ({silent[0]['error']})"
             yield fail("reaching others", text, f"allow outgoing TCP to port {port} here, and incoming there")
         return
+    if network["relay"]:
+        text = (
+            f"no node reaches this machine itself (NAT, or a firewall): {network['relay']} passes connections on from {address}. "
+            "Lost: UDP, some speed, and gangs with nodes on the other side"
+        )
+        step = "none needed; to do without: a bridged network, or a forwarded port (docs/how-to/connect.md)"
+        yield warn("relay", text, step)
+        return
     unreached = [answer for answer in answers if not answer["udp"] or answer["tcp"] != "acked"]
     if not unreached:
         yield ok("address", f"{plural(len(answers), 'node')} can reach this one at {address}")
@@ -507,7 +515,7 @@ def _reach(address: str, network: dict[str, Any], own: Collection[str]) -> Itera
     elif (seen := first["seen_host"]) and seen != host and seen not in own:
         text = (
             f"behind NAT: {who} see this machine as {seen}, which is none of its addresses, and cannot reach it at {address}. "
-            "Lost: its place in the mesh, since it is declared dead again and again"
+            "No node passes connections on to it. Lost: its place in the mesh, since it is declared dead again and again"
         )
         forward = f"forward port {port} (UDP and TCP) of {seen} to this machine, then `mesh up --advertise {seen}`"
         yield fail("NAT", text, f"{forward}; or use a bridged network (docs/how-to/connect.md)")

@@ -29,6 +29,8 @@ ELSEWHERE = {  # Slurm's, PBS's and Docker's names, and words for the same
     "start": "up",
     "stop": "down",
     "leave": "down",
+    "resume": "lend",
+    "unpause": "lend",
     "admit": "member approve",
     "user": "member ls",
     "users": "member ls",

@@ -98,6 +98,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Channels from which `mesh run --conda` gets packages: their addresses, such as https://conda.anaconda.org/conda-forge.
     conda_channels: tuple[str, ...] = ()
     env_cache_gib: float = 20.0  # disk for environments of jobs; the longest unused are removed
+    # nodes behind NAT or a firewall to which this one lends a port, the next ones above `port` (docs/how-to/connect.md); 0: none
+    relay_nodes: int = 4
+    relay_mbps: float = 100.0  # bandwidth of what it passes on for all of them
     upload_mbps: float = 0.0  # bandwidth of background checkpoints; 0: no limit
     # Cut guests off in the kernel (docs/explanation/edge.md), where it can.
     edge: Literal["auto", "off"] = "auto"
@@ -255,6 +258,10 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         raise ConfigError(
             f"{path}: upload_mbps must be 0 (no limit) or megabits per second, not {settings.upload_mbps:g}"
         )
+    if not 0 <= settings.relay_nodes <= 64:
+        raise ConfigError(f"{path}: relay_nodes must be 0 to 64, not {settings.relay_nodes}")
+    if not 0.1 <= settings.relay_mbps <= 1e6:
+        raise ConfigError(f"{path}: relay_mbps must be megabits per second from 0.1, not {settings.relay_mbps:g}")
     if settings.uv_index and not settings.uv_index.startswith(("https://", "http://", "/")):
         raise ConfigError(f"{path}: uv_index must be an address or an absolute path, not {settings.uv_index!r}")
     for channel in settings.conda_channels:

@@ -216,6 +216,8 @@ class Daemon:
             on_fatal=self._fail,
             zone_of=self._zone_of,
             tls=self._take_peer,
+            relay_nodes=settings.relay_nodes,
+            relay_mbps=settings.relay_mbps,
         )
         if settings.open:
             log.warning("OPEN MESH: this node admits everybody who asks. To end that, restart it without --open")
@@ -409,7 +411,7 @@ class Daemon:
         if self._settings.metrics_port:
             metrics = self._handlers.metrics
             self._runners.append(await metrics.serve(self._settings.metrics_address, self._settings.metrics_port))
-        self._facts = msgspec.msgpack.encode(Facts(api_port, VERSION, self._journal.disk))
+        self._facts = msgspec.msgpack.encode(Facts(self._settings.api_port, VERSION, self._journal.disk))
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
         await self._adverts.look_at_engines()
         await self._owner.look()
@@ -690,11 +692,12 @@ class Daemon:
 
     def _lookup(self, node: NodeId) -> Address | None:
         record = self.membership.record(node, "facts")
-        host = self.membership.host_of(node)
-        if record is None or host is None:
+        address = self.membership.address_of(node)
+        facts = decode_facts(record.body) if record is not None else None
+        if facts is None or address is None:
             return None
-        facts = decode_facts(record.body)
-        return Address(host, facts.api_port) if facts is not None else None
+        host, port = address
+        return Address(host, facts.api_port or port)
 
     def _zone_of(self, node: NodeId) -> str:
         """Return the zone in a node's advert; empty without an advert."""

@@ -180,7 +180,7 @@ class JobService:
             self.authority.may_propose,
             self.authority.warrant,
             self.authority.warrants_group,
-            lambda: rendezvous_address(membership.host, rng),
+            lambda: rendezvous_address(membership.own_host, rng),
         )
         self.participant = Participant(self._me, journal.disk, self._nick, rules, rng)
         self.attempts: dict[bytes, Attempt] = {}

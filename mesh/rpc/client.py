@@ -40,7 +40,7 @@ class PeerError(RuntimeError):
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """A node's published address data. Later versions may add fields."""
 
-    api_port: int
+    api_port: int  # 0: the one that it advertises to all
     version: str
     disk: bytes = b""  # the name of its journal (`mesh.model.record.Voter`)
     wire: int = WIRE

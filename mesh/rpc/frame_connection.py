@@ -11,10 +11,10 @@ from typing import Any
 
 import aiohttp
 
+from membership.framing import keep_alive
 from mesh.rpc.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame, encode_frame
 from mesh.util.race import race
 
-KEEPALIVE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 3  # detects a machine that is gone after 25 s (own choice)
 CLOSE_S = 3.0  # for the other end to confirm a close (own choice)
 MESSAGE_LIMIT = MAX_FRAME_BYTES + 1
 
@@ -30,7 +30,7 @@ class Line:
         below = web_socket if transport is None else transport
         sock = below.get_extra_info("socket")
         if sock is not None and sock.family in {socket.AF_INET, socket.AF_INET6}:
-            _keep_alive(sock)
+            keep_alive(sock)
 
     async def receive(self) -> Frame | None:
         """Return the next frame; None at the end. FrameError if the message is not a frame."""
@@ -84,12 +84,3 @@ async def splice(one: Line, other: Line) -> None:
     finally:
         await one.close()
         await other.close()
-
-
-def _keep_alive(sock: Any) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_TRIES)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

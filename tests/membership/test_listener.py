@@ -26,7 +26,7 @@ class Port:
         self.number: int = bound.getsockname()[1]
         self.listener.start([bound])
 
-    async def _frames(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _frames(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
         writer.write(b"frames " + await reader.read(4))
         writer.close()
 

@@ -100,6 +100,7 @@ class Mesh:
             mdns=MdnsConfig((LOOPBACK,)) if mdns else None,
             clock=WrongClock(ahead_s),
             on_fatal=on_fatal,
+            relay_nodes=2,
         )
 
     async def start(self, count: int, *, mdns: bool = False) -> None:

@@ -117,7 +117,7 @@ async def test_streams_of_one_ipv6_network_count_as_those_of_one_address(mesh: M
     async with asyncio.TaskGroup() as group:
         silent = [asyncio.StreamReader() for _ in range(MAX_SERVED_PER_HOST + 4)]
         for number, reader in enumerate(silent):
-            group.create_task(node._streams.serve(reader, Writer(number)))  # type: ignore[arg-type]
+            group.create_task(node._streams.serve(reader, Writer(number), "2001:db8::/64"))  # type: ignore[arg-type]
         await until(lambda: node.counters["refused_busy"] == 4, "the excess to be refused")
         for reader in silent:
             reader.feed_eof()

@@ -64,19 +64,62 @@ def test_firewalls_that_let_one_tcp_port_through_carry_gossip_calls_and_jobs(lan
     continue_after_departure(hosts[0], hosts)
 
 
-def test_machine_behind_nat_is_told_so(lan: Lan) -> None:
+def behind_nat(lan: Lan, outside: int) -> tuple[Host, list[Host]]:
+    """Return a host behind NAT, and some that it reaches."""
     lan.switch("br0")
     lan.switch("br1")
-    router, outside, inside = (lan.host(name) for name in ("router", "h0", "h1"))
+    router, inside = lan.host("router"), lan.host("inside")
     router.plug("br0", "10.77.0.254/24", "eth0")
     router.plug("br1", "192.168.9.1/24", "eth1")
     router.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
     router.iptables("-t", "nat", "-A", "POSTROUTING", "-o", "eth0", "-j", "MASQUERADE")
-    outside.plug("br0", "10.77.0.1/24")
     inside.plug("br1", "192.168.9.2/24")
     inside.run("ip", "route", "add", "default", "via", "192.168.9.1")
-    found(outside, inside)
-    outside.up()
+    others = [lan.host(f"h{number}") for number in range(outside)]
+    for number, other in enumerate(others):
+        other.plug("br0", f"10.77.0.{number + 1}/24")
+    found(*others, inside)
+    return inside, others
+
+
+def test_machine_behind_nat_takes_part_by_a_relay(lan: Lan) -> None:
+    inside, others = behind_nat(lan, 2)
+    for other in others:
+        other.up(**LENDS)
+    inside.up(join=["10.77.0.1"], **LENDS)
+    relayed = until(lambda: findings(inside).get("relay"), "a node to lend a port")
+    assert inside.status()["address"].rpartition(":")[0] in {"10.77.0.1", "10.77.0.2"}, relayed
+    until(lambda: all_see([*others, inside], {host.name for host in (*others, inside)}), "all to see each other")
+    user, other = others
+    until(lambda: offered(user) == 3, "all offers to reach the user")
+    user.ok("pause")
+    other.ok("pause")
+    job = submit(user)
+    assert saved(user, job)["node"] == inside.name
+    other.ok("lend")
+    inside.ok("down")
+    until(lambda: user.job(job)["node"] == other.name, "the host outside to take over")
+    assert min(counted(user, job)) > 10
+    assert len(user.job(job)["attempts"]) == 2
+
+
+def test_machine_behind_nat_has_another_relay_when_one_leaves(lan: Lan) -> None:
+    inside, others = behind_nat(lan, 2)
+    for other in others:
+        other.up()
+    inside.up(join=["10.77.0.1"])
+    relay = until(lambda: inside.client.get("/v1/network")["relay"], "a node to lend a port")
+    (gone,), (rest,) = ([host for host in others if (host.name == relay) is at] for at in (True, False))
+    until(lambda: all_see([rest, inside], {host.name for host in (*others, inside)}), "all to see each other")
+    gone.ok("down")
+    until(lambda: inside.client.get("/v1/network")["relay"] == rest.name, "the other node to lend a port")
+    until(lambda: rest.sees()[inside.name] == "alive", "the host inside to be seen")
+    assert rest.row(inside.name)["address"] == inside.status()["address"] != "192.168.9.2:7373"
+
+
+def test_machine_behind_nat_is_told_so(lan: Lan) -> None:
+    inside, (outside,) = behind_nat(lan, 1)
+    outside.up(relay_nodes=0)
     inside.up(join=["10.77.0.1"])
     finding = until(lambda: findings(inside).get("NAT"), "the doctor to see the NAT")
     assert "see this machine as 10.77.0.254" in finding["detail"]

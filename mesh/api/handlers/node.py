@@ -74,7 +74,7 @@ class NodeHandlers:
             roles=list(self._membership.credentials.roles),
             may_admit=self._membership.credentials.can_admit,
             open=self._open,
-            address=address_text(self._membership.host, self._membership.port),
+            address=address_text(*self._membership.address),
             api_port=self._api_port,
             lending=self._inventory.lending.lending and not self._lending.barred,
             paused=self._inventory.lending.paused,

@@ -49,7 +49,7 @@ class TrustHandlers:
                 self._identity,
                 self._trust,
                 me.credentials,
-                (address_text(me.host, me.port), *others[:2]),
+                (address_text(*me.address), *others[:2]),
                 order.ttl_s,
                 time.time(),
                 user=order.user,
