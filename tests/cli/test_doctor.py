@@ -50,6 +50,7 @@ def network(**changes: Any) -> dict[str, Any]:
         "clock_peers": 3,
         "over_tcp": 0,
         "no_route": [],
+        "relay": "",
         **changes,
     }
 
@@ -122,6 +123,7 @@ def asked(**changes: Any) -> dict[str, Any]:
         (facts(network=asked(udp=True)), "TCP", "fail", "UDP does"),
         (facts(network=asked()), "address", "fail", "they see this machine as 10.0.0.7"),
         (facts(network=asked(seen_host="192.0.2.7")), "NAT", "fail", "see this machine as 192.0.2.7"),
+        (facts(network=network(relay="rack")), "relay", "warn", "rack passes connections on"),
         (facts(addresses=()), "IP", "warn", "no address"),
         (facts(addresses=("fd77::1",), network=network(no_route=["rack"])), "IP", "fail", "but rack advertise IPv4"),
         (facts(network=asked(error="timed out")), "reaching others", "fail", "timed out"),

@@ -9,7 +9,7 @@ import pytest
 
 from membership import listener
 from membership.addresses import bound_sockets
-from membership.listener import HONEST_S, MAX_UNSORTED, MAX_UNSORTED_PER_HOST, Listener, Strangers
+from membership.listener import HONEST_S, MAX_UNSORTED, MAX_UNSORTED_PER_HOST, Acceptor, Listener, Strangers
 from tests.membership.test_node import LOOPBACK, until
 
 TLS_HELLO = b"\x16\x03\x01"
@@ -64,6 +64,29 @@ async def test_first_byte_decides_and_stays_unread(port: Port) -> None:
     assert await port.say(b"GET / HTTP/1.1") == b""
     assert port.counters["refused_unsigned"] == 1
     await until(lambda: not port.listener._unsorted, "their places to be free")
+
+
+async def test_hosts_of_one_ipv6_network_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, taken = asyncio.get_running_loop(), list[str]()
+    accept = loop.sock_accept
+
+    async def from_ipv6(bound: socket.socket) -> tuple[socket.socket, object]:
+        connection, _ = await accept(bound)
+        return connection, (f"2001:db8::{len(taken) + 1:x}", 1, 0, 0)
+
+    def take(connection: socket.socket, host: str) -> None:
+        taken.append(host)
+        connection.close()
+
+    monkeypatch.setattr(loop, "sock_accept", from_ipv6)
+    acceptor = Acceptor(take)
+    (bound,) = bound_sockets(LOOPBACK, 0, socket.SOCK_STREAM)
+    acceptor.start([bound])
+    for _ in range(2):
+        socket.create_connection(bound.getsockname()).close()
+    await until(lambda: len(taken) == 2, "both to be accepted")
+    assert taken == ["2001:db8::/64"] * 2
+    await acceptor.close()
 
 
 async def test_closed_port_takes_no_connection(port: Port) -> None:

@@ -11,7 +11,7 @@ from membership.envelope import seal_to
 from membership.identity import Identity
 from membership.node import MembershipNode
 from membership.paths import BLOCKED_S, MISSES, RECHECK_S, VERIFIED_S, Paths
-from membership.streams import MAX_SERVED_PER_HOST, PACKET
+from membership.streams import PACKET
 from membership.wire import Ack, Ping, decode_packet, encode
 from tests.membership.test_core import CoreNode
 from tests.membership.test_node import LOOPBACK, Mesh, alive, state, until
@@ -96,31 +96,6 @@ async def test_packet_over_tcp_is_answered_on_its_connection_to_members_alone(me
     assert await over_tcp(target, PACKET + stranger) == []
     assert await over_tcp(target, PACKET + genuine) == []
     assert target.counters["refused_replayed"] == 1 and target.counters["refused_foreign"] == 1
-
-
-async def test_streams_of_one_ipv6_network_count_as_those_of_one_address(mesh: Mesh) -> None:
-    await mesh.start(1)
-    (node,) = mesh.nodes
-
-    class Writer:
-        """The writing side of a connection from an address of one /64."""
-
-        def __init__(self, number: int) -> None:
-            self.host = f"2001:db8::{number:x}"
-
-        def get_extra_info(self, name: str) -> tuple[str, int]:
-            return self.host, 1
-
-        def close(self) -> None:
-            pass
-
-    async with asyncio.TaskGroup() as group:
-        silent = [asyncio.StreamReader() for _ in range(MAX_SERVED_PER_HOST + 4)]
-        for number, reader in enumerate(silent):
-            group.create_task(node._streams.serve(reader, Writer(number), "2001:db8::/64"))  # type: ignore[arg-type]
-        await until(lambda: node.counters["refused_busy"] == 4, "the excess to be refused")
-        for reader in silent:
-            reader.feed_eof()
 
 
 async def test_node_without_udp_hears_rumours_says_farewell_and_returns_to_udp(
