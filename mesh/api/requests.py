@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from mesh.model.bounds import MAX_CPUS
 from mesh.model.spec import MAX_BATCH, CommitMode, Every, OnPartition
 from placement.advert import WHOLE
 from placement.queue import DEFAULT_PRIORITY
@@ -43,7 +44,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     driver: tuple[int, ...] = ()
     vram_limit_mib: int = 0
     memory_mib: Number | None = None
-    cpus: Annotated[float, msgspec.Meta(gt=0, le=4096)] | None = None
+    cpus: Annotated[float, msgspec.Meta(gt=0, le=MAX_CPUS)] | None = None
     zone: str | None = None
     least_nodes: int = 1
     most_nodes: int = 1

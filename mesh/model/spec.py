@@ -15,7 +15,7 @@ import msgspec
 
 from membership.lengths import MOST_ID, SAID, Id
 from membership.malformed import MALFORMED
-from mesh.model.bounds import MAX_GRACE_S, MAX_LEASE_S, MAX_NODES, MIN_LEASE_S
+from mesh.model.bounds import MAX_CPUS, MAX_GRACE_S, MAX_LEASE_S, MAX_NODES, MIN_LEASE_S
 from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import (
     ONE_ENVIRONMENT,
@@ -390,10 +390,14 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError("the user's key is not one")
     if len(spec.chain) > MAX_CHAIN_BYTES:
         raise SpecError(f"the submitter's certificate chain is over {MAX_CHAIN_BYTES} bytes")
-    memory = [("vram", spec.vram_mib), ("the limit of vram", spec.vram_limit_mib)]
+    memory = [("memory", spec.memory_mib or 0), ("vram", spec.vram_mib), ("the limit of vram", spec.vram_limit_mib)]
     for label, number in [("gpus", spec.gpus), *memory, ("error budget", spec.error_budget)]:
         if not 0 <= number < 2**31:
             raise SpecError(f"{label} must be a number from 0")
+    if spec.cpus is not None and not 0 < spec.cpus <= MAX_CPUS:  # nor NaN
+        raise SpecError(f"cpus must be above 0, and at most {MAX_CPUS}")
+    if not 0 <= spec.created_unix_ms < 2**53:
+        raise SpecError("the time of submission is not one")
     _check_share(spec)
     if max(len(spec.on), len(spec.not_on)) > MAX_NAMED or any(len(node) != 32 for node in (*spec.on, *spec.not_on)):
         raise SpecError(f"a job names at most {MAX_NAMED} nodes to run on, or not to run on")
@@ -403,8 +407,8 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError(
             "a job on several nodes runs as plain processes: containers of one job cannot reach each other between machines"
         )
-    if any(name is not None and len(name) > SAID for name in (spec.image, spec.engine, spec.zone)):
-        raise SpecError(f"an image, an engine or a zone has a name of at most {SAID} characters")
+    if any(name is not None and len(name) > SAID for name in (spec.name, spec.image, spec.engine, spec.zone)):
+        raise SpecError(f"a job, an image, an engine or a zone has a name of at most {SAID} characters")
     ids = (spec.nonce, spec.workdir or b"", *spec.workdir_holders, *(voter.disk for voter in spec.witnesses))
     if len(spec.workdir_holders) > MAX_NAMED or any(len(one) > MOST_ID for one in ids):
         raise SpecError(f"an id has at most {MOST_ID} bytes, and a working directory at most {MAX_NAMED} holders")

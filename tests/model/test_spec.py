@@ -1,10 +1,12 @@
 import contextlib
+import math
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.consensus.status import decode_status, encode_status, status_of
 from mesh.model.environment import UvProject
 from mesh.model.spec import (
     MAX_AFTER,
@@ -15,17 +17,22 @@ from mesh.model.spec import (
     Checkpointing,
     DataNeed,
     HomePolicy,
+    JobSpec,
     SpecError,
+    attempt_request,
     check_spec,
     decode_spec,
     encode_spec,
     format_job,
     job_id,
+    waiting_place,
 )
 from placement.queue import MAX_PRIORITY
-from tests.consensus.worlds import A, B, make_spec, voters
+from tests.consensus.worlds import JOB, A, B, make_spec, make_witness, voters
 
 ARRAY = b"a" * 16
+NUMBERS = {int, float, int | None, float | None}
+ODD = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300, -(2**63), -1, 0, 2**31, 2**53, 2**63 - 1)
 
 
 def test_spec_round_trips_and_its_id_is_its_content() -> None:
@@ -128,6 +135,14 @@ def test_damaged_spec_raises_or_decodes_to_a_valid_spec(data: st.DataObject) -> 
         ({"gpu_share": 30, "vram_mib": 6144}, "a share of no GPU: add --gpus 1"),
         ({"gpus": 1, "gpu_share": 30}, "how much of the GPU's memory it needs: add --vram, as --vram 6g"),
         ({"error_budget": -1}, "error budget"),
+        ({"memory_mib": -1}, "memory"),
+        ({"memory_mib": 2**31}, "memory"),
+        ({"cpus": 0.0}, "cpus"),
+        ({"cpus": 4097.0}, "cpus"),
+        ({"cpus": math.nan}, "cpus"),
+        ({"created_unix_ms": -1}, "time of submission"),
+        ({"created_unix_ms": 2**53}, "time of submission"),
+        ({"name": "x" * 1001}, "a name of at most"),
         ({"grace_s": -1.0}, "grace"),
         ({"grace_s": float("inf")}, "grace"),
         ({"checkpointing": Checkpointing(directory="/etc")}, "checkpoint directory"),
@@ -195,3 +210,17 @@ def test_spec_with_unknown_field_is_refused() -> None:
     fields = msgspec.msgpack.decode(encode_spec(make_spec()))
     with pytest.raises(SpecError, match="sudo"):
         decode_spec(msgspec.msgpack.encode({**fields, "sudo": True}))
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("field", [one.name for one in msgspec.structs.fields(JobSpec) if one.type in NUMBERS])
+def test_every_node_reads_what_a_witness_publishes_of_a_job_with_any_number(field: str, gpus: int) -> None:
+    for number in ODD:
+        spec = make_spec(**{"gpus": gpus, "vram_mib": 1, field: number})
+        with contextlib.suppress(SpecError):
+            spec = decode_spec(msgspec.msgpack.encode(spec))
+            request = attempt_request(JOB, spec, 1, (), 1_000)
+            assert request.shape
+            waiting = waiting_place(spec, request)
+            status = status_of(JOB, make_witness(spec=spec), None, "pending", "", None, waiting)
+            assert decode_status(encode_status(status)) == status, number
