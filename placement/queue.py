@@ -84,9 +84,10 @@ class Queue:
         """Assign the free places to the waiting jobs in the order of the queue."""
         free = {ad.node: ad for ad in self._adverts if ad.slots_free or ad.free_portions}
         allotted: list[tuple[Key, bytes, Request]] = []
-        hopeless: set[tuple[bytes, tuple[bytes, ...]]] = set()  # shapes that fit nowhere; free capacity only shrinks
+        # Shapes that fit on too few nodes; free capacity only shrinks.
+        hopeless: set[tuple[bytes, tuple[bytes, ...], int]] = set()
         for waiting in sorted(self._waiting, key=self.key) if free else ():
-            shape = (waiting.request.shape, waiting.request.exclude)
+            shape = (waiting.request.shape, waiting.request.exclude, waiting.request.nodes)
             if shape in hopeless:
                 continue
             ranking = self._ranked(waiting.request, free.values())

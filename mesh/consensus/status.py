@@ -15,7 +15,7 @@ from membership.malformed import MALFORMED
 from mesh.consensus.contract import Progress
 from mesh.consensus.runner import Runner
 from mesh.consensus.witness import Witness
-from mesh.model.record import Attempts, Commit, Config, Needed, Number, Outcome, OutcomeKind, Voter
+from mesh.model.record import Attempt, Attempts, Commit, Config, Needed, Number, Outcome, OutcomeKind, Voter
 from mesh.model.spec import JOB_ID_BYTES, ArrayPlace, SpecError, check_array
 from placement.advert import MAX_GPUS, WHOLE, Count, Percent, Portion
 from placement.allocation import gpu_percent
@@ -114,16 +114,15 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
             return 0.0
         saved = self.commit.created_unix_ms if self.commit is not None and self.commit.holders else 0
         since_ms = max(saved, last.running_unix_ms)
-        return round(max(0.0, unix_ms - since_ms) / 1000 * self.gpu_percent * (1 + len(last.gang)) / WHOLE, 1)
+        return round(max(0.0, unix_ms - since_ms) / 1000 * self.held_percent(last) / WHOLE, 1)
 
     @property
     def witnesses(self) -> tuple[bytes, ...]:
         return self.config.nodes
 
-    @property
-    def gpu_percent(self) -> int:
-        """Return what the job uses of one node, in per cent of a GPU."""
-        return gpu_percent(self.gpus, self.gpu_share)
+    def held_percent(self, attempt: Attempt) -> int:
+        """Return what an attempt holds on all of its nodes, in per cent of a GPU."""
+        return gpu_percent(self.gpus, self.gpu_share) * (1 + len(attempt.gang))
 
 
 class ArchivedJob(msgspec.Struct, frozen=True):
@@ -141,7 +140,7 @@ class ArchivedJob(msgspec.Struct, frozen=True):
 def archived(status: JobStatus) -> ArchivedJob:
     """Return the summary of a finished job."""
     assert status.outcome is not None
-    used = sum(int(attempt.ran_s) for attempt in status.attempts) * status.gpu_percent
+    used = sum(int(attempt.ran_s) * status.held_percent(attempt) for attempt in status.attempts)
     used, ended = min(used, MOST_USED), status.outcome.ended_unix_ms
     return ArchivedJob(status.job, status.name, status.user, status.array, status.outcome.kind, ended, used)
 

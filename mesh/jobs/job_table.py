@@ -177,7 +177,7 @@ class JobTable:
             for attempt in () if status.job in self._archived else status.attempts:
                 if attempt.running_unix_ms:
                     ago_s = now_unix - (attempt.ended_unix_ms or attempt.seen_unix_ms) / 1000
-                    usage[status.user] += decayed(attempt.ran_s, status.gpu_percent, ago_s)
+                    usage[status.user] += decayed(attempt.ran_s, status.held_percent(attempt), ago_s)
         for (user, day), used in self._used_before.items():
             if left := decayed(used, 1, now_unix - day * DAY_S):
                 usage[user] += left

@@ -155,6 +155,14 @@ def test_gpu_share_is_charged_by_its_fraction() -> None:
     assert job_table.queue([], 9.0)._usage == {"ada": 8 * 30, "bob": 8 * 100}
 
 
+def test_gang_is_charged_for_all_of_its_nodes() -> None:
+    job_table = JobTable()
+    attempt = msgspec.structs.replace(SHARE["attempts"][0], gang=((B, "b"), (C, "c")))
+    over = view("done", outcome=msgspec.structs.replace(DONE, ended_unix_ms=9_000), **{**SHARE, "attempts": (attempt,)})
+    job_table.update(A, JOB, over)
+    assert job_table.usage(9.0) == {"ada": 8 * 30 * 3} and archived(over).used == 8 * 30 * 3
+
+
 def test_archived_job_is_charged_once() -> None:
     job_table = JobTable()
     over = view("done", outcome=msgspec.structs.replace(DONE, ended_unix_ms=9_000), **SHARE)

@@ -93,6 +93,11 @@ def test_job_without_a_fitting_place_blocks_no_other_job() -> None:
         assert left(mine, [hopeless], slots(A, 1)) == [A]
 
 
+def test_gang_without_enough_nodes_takes_no_place_from_a_job_on_one() -> None:
+    gang, single, mine = waiting("gang", priority=90, nodes=2), waiting("single", priority=80), waiting("mine")
+    assert left(mine, [gang, single], slots(A, 1)) == [], "the gang fits nowhere, and the other job of its kind does"
+
+
 def test_queue_reserves_single_fitting_gpus() -> None:
     gpus = (Gpu("small", "T4", 16_000), Gpu("large", "A100", 80_000))
     advert = make_advert(A, gpus=gpus, free_portions=all_free(gpus))
