@@ -122,9 +122,9 @@ class Reclaimer:
                 asked = leave(stand)
                 guest.leave = asked
                 leaving.setdefault(asked, []).append(job)
-            elif stand.level == "suspend" and "notice" not in attempt.stages:
+            elif stand.level == "suspend" and not _saves(attempt, leave(stand).notice):
                 self._stop(job, guest, stand.why, "gpu" in stand.causes, "suspended")
-            else:  # also for a guest with notice from elsewhere: it may save, and is gone soon
+            else:
                 self._let_go(job, guest)
         for asked, jobs in leaving.items():
             names = ", ".join(format_job(job)[:8] for job in jobs)
@@ -310,3 +310,11 @@ class Reclaimer:
         if guest is None or guest.attempt is not attempt:
             guest = self._guests[job] = _Guest(attempt)
         return guest
+
+
+def _saves(attempt: Attempt, within_s: float) -> bool:
+    """Tell whether a guest has notice from elsewhere, and has had no more time to save than the owner would give it.
+
+    Its own grace may be a day.
+    """
+    return "notice" in attempt.stages and boot_s() < attempt.stages["notice"] + within_s

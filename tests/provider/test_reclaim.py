@@ -185,11 +185,19 @@ async def test_guest_that_nobody_stopped_is_left_alone() -> None:
     assert world.attempts[JOB].holds == [] and not world.events
 
 
-async def test_guest_with_notice_from_elsewhere_is_not_suspended() -> None:
+async def test_guest_with_notice_from_elsewhere_is_suspended_once_it_had_the_owners_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a user who moved their job gave it up to a day in which no owner at the keyboard stopped it."""
     world = World(JOB)
+    clock(world, monkeypatch)
     world.attempts[JOB].mark("notice")
-    await world.look(SUSPEND)
+    world.now += LATER.notice - 1
+    await world.look(SUSPEND, LATER)
     assert world.attempts[JOB].held == "" and not world.events
+    world.now += 1
+    await world.look(SUSPEND, LATER)
+    assert world.attempts[JOB].held == SUSPEND.why and world.states() == ["suspended"]
 
 
 async def test_gate_closes_at_once_and_gpu_memory_is_freed_for_an_owner_on_the_gpu() -> None:
