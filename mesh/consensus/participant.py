@@ -88,7 +88,8 @@ class Rules(msgspec.Struct, frozen=True):
     """Decisions that need keys or the machine; the simulator replaces them by pure functions.
 
     `open_spec` checks the submitter's signature and the id, and raises SpecError. `admit` returns why this node does not take
-    a job now; if it returns None, it has reserved what the job needs. `may_cancel` checks a sender against the spec.
+    a job now; if it returns None, it has reserved what the job needs. `fits_without` tells whether it would take a job if the
+    first one, which runs here, left. `may_cancel` checks a sender against the spec.
     `read_recovery` returns what the job's user has ordered with these bytes, None if they have not. `may_propose` tells a
     witness whether a sender may have it accept this. `warrant` seals that a node gets a term of a job with a group, and
     `warrants_group` returns the member that has sealed so of this group, or None. `rendezvous` gives the address at which the
@@ -103,6 +104,7 @@ class Rules(msgspec.Struct, frozen=True):
     warrant: Callable[[bytes, int, bytes, Config], bytes] = lambda *given: b""
     warrants_group: Callable[[bytes, bytes, Config], bytes | None] = lambda *asked: None
     rendezvous: Callable[[], tuple[str, int]] = lambda: ("", 0)
+    fits_without: Callable[[bytes, bytes, JobSpec], bool] = lambda *asked: True
 
 
 class _Submission:
@@ -494,6 +496,8 @@ class Participant:
             self.refused += 1
             return []
         if not must_yield(wanted.priority, runner.running_job, at.unix_ms / 1000):
+            return []
+        if not self._rules.fits_without(message.job, message.wanted_by, wanted):
             return []
         reason = (
             f"it makes room for {format_job(message.wanted_by)[:8]} of {wanted.user}, of priority {wanted.priority}"

@@ -5,6 +5,7 @@ the same portion. The owner's decision comes first: a paused or draining node ad
 """
 
 import os
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 
@@ -108,9 +109,16 @@ class Inventory:
         reasons = refusals(request, self.advert())
         if reasons:
             return "; ".join(reasons)
-        self._given[request.job] = allocate(request, self.gpus, self._room())
+        self._given[request.job] = allocate(request, self.gpus, self._room(self._given))
         assert len(self._given[request.job]) == request.gpus, "what the filters let in fits"
         return None
+
+    def fits_without(self, job: bytes, request: Request) -> bool:
+        """Tell whether a request would be admitted once this job has left."""
+        others = {other: portions for other, portions in self._given.items() if other != job}
+        room, slots_free = self._room(others), self._slots_free(others)
+        advert = msgspec.structs.replace(self.advert(), free_portions=room, slots_free=slots_free)
+        return not refusals(request, advert)
 
     def change(self, job: bytes, share: int, vram_mib: int) -> str | None:
         """Change a job's shares of its GPUs; return why that is refused, None if it is not."""
@@ -159,13 +167,13 @@ class Inventory:
             held_by="" if self.lending.paused else self.presence.held_by,
             back_unix=self._back_unix(),
             gpus=self.gpus,
-            free_portions=self._room(),
+            free_portions=self._room(self._given),
             guards=self.guards,
             gpu_pauses=self.gpu_pauses,
             gpu_sharing=self._gpu_sharing,
             interactive=self._interactive,
             slots=self.slots,
-            slots_free=max(0, self.slots - sum(not portions for portions in self._given.values())),
+            slots_free=self._slots_free(self._given),
             cpus=self._cpus,
             memory_mib=self._memory_mib,
             engines=self.engines,
@@ -190,9 +198,12 @@ class Inventory:
             return fresh
         return previous
 
-    def _room(self) -> FreeGpus:
-        room = reduce(subtract, self._given.values(), all_free(self.gpus))
+    def _room(self, given: Mapping[bytes, tuple[Portion, ...]]) -> FreeGpus:
+        room = reduce(subtract, given.values(), all_free(self.gpus))
         return tuple(left for left in room if left.uuid not in self.withheld)
+
+    def _slots_free(self, given: Mapping[bytes, tuple[Portion, ...]]) -> int:
+        return max(0, self.slots - sum(not portions for portions in given.values()))
 
     @property
     def withheld(self) -> frozenset[str]:

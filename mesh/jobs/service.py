@@ -181,6 +181,7 @@ class JobService:
             self.authority.warrant,
             self.authority.warrants_group,
             lambda: rendezvous_address(membership.own_host, rng),
+            lambda guest, job, spec: inventory.fits_without(guest, placement_request(job, spec, 0)),
         )
         self.participant = Participant(self._me, journal.disk, self._nick, rules, rng)
         self.attempts: dict[bytes, Attempt] = {}

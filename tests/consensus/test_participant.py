@@ -186,13 +186,25 @@ def test_only_the_user_of_a_job_cancels_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "after_s", "leaves", "refused"),
-    [(URGENT, 1000, True, 0), (URGENT, 10, False, 0), (SPEC_BYTES, 1000, False, 0), (b"forged", 1000, False, 1)],
+    ("spec", "after_s", "fits", "leaves", "refused"),
+    [
+        (URGENT, 1000, True, True, 0),
+        (URGENT, 10, True, False, 0),
+        (URGENT, 1000, False, False, 0),
+        (SPEC_BYTES, 1000, True, False, 0),
+        (b"forged", 1000, True, False, 1),
+    ],
 )
-def test_runner_yields_only_to_a_signed_job_of_higher_priority(
-    spec: bytes, after_s: float, leaves: bool, refused: int
+def test_runner_yields_only_to_a_signed_job_of_higher_priority_that_would_fit(
+    spec: bytes, after_s: float, fits: bool, leaves: bool, refused: int
 ) -> None:
-    participant = make_participant(D)
+    participant, asked = make_participant(D), list[tuple[bytes, bytes]]()
+
+    def fits_without(guest: bytes, job: bytes, spec: JobSpec) -> bool:
+        asked.append((guest, job))
+        return fits
+
+    participant._rules = msgspec.structs.replace(participant._rules, fits_without=fits_without)
     ((_, accept), *_) = messages(participant.receive(A, make_start(), at(0)), Accept)
     assert isinstance(accept, Accept)
     for witness in (A, B):
@@ -202,6 +214,7 @@ def test_runner_yields_only_to_a_signed_job_of_higher_priority(
     notices = [item.effect for item in out if isinstance(item, Directed) and isinstance(item.effect, Notify)]
     assert bool(notices) == leaves and participant.refused == refused
     assert not leaves or "of eve, of priority 90" in notices[0].reason
+    assert not leaves or asked == [(JOB, b"urgent" + bytes(10))]
 
 
 def test_submission_succeeds_when_a_majority_accepts() -> None:

@@ -70,6 +70,21 @@ def test_advert_changes_when_guard_is_ready() -> None:
     assert inventory.admit(request("share", gpu_share=50, vram_mib=1)) is None
 
 
+def test_job_that_could_leave_makes_room_for_what_fits_then() -> None:
+    inventory = lender()
+    for job in ("one", "two"):
+        assert inventory.admit(request(job)) is None
+    assert inventory.admit(request("slot", gpus=0)) is None
+    large, slot = request("mine", vram_mib=40_000), request("mine", gpus=0)
+    assert [inventory.fits_without(job, large) for job in (b"one", b"two", b"slot")] == [False, True, False]
+    assert [inventory.fits_without(job, slot) for job in (b"one", b"two", b"slot")] == [False, False, True]
+    assert not inventory.fits_without(b"two", request("mine", zone="atlantis"))
+    version = inventory.advert().version
+    inventory.lending = Lending(lending=True, withheld=("a",))
+    assert not inventory.fits_without(b"two", large), "its owner has taken the GPU back"
+    assert inventory.advert().version == version and inventory.portions_of(b"two") == all_free(GPUS[:1])
+
+
 def test_share_change_is_bounded_by_others() -> None:
     inventory = lender()
     for job in ("one", "two"):
