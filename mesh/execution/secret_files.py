@@ -79,8 +79,9 @@ class SecretFiles:
         return place
 
     def remove(self, attempt: str) -> None:
-        """Remove an attempt's files."""
-        trees.remove(self.root / attempt)
+        """Remove an attempt's files, if there are any."""
+        for place in self.left():
+            trees.remove(place / attempt)
 
 
 def _is_own_directory(place: Path) -> bool:

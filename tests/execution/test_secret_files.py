@@ -76,6 +76,14 @@ def test_known_name_that_is_taken_keeps_no_job_from_its_secrets(files: SecretFil
         taken.rmdir()
 
 
+def test_attempt_whose_files_found_no_place_can_be_removed() -> None:
+    """Regression: the attempt's end failed with it, and its proxy, data sets, environment and directory stayed."""
+    nowhere = SecretFiles(NODE, bases=())
+    with pytest.raises(NoMemoryFiles):
+        nowhere.put("job-1", {"key": b"canary"})
+    nowhere.remove("job-1")
+
+
 def test_text_of_secrets_shows_no_value() -> None:
     launch_text = repr(GuestSecrets({"KEY": "canary"}, "/dev/shm/x"))
     assert "canary" not in launch_text and "KEY" not in launch_text
