@@ -18,7 +18,8 @@ MIN_STAY_S = 120  # a job runs at least this long before it can be preempted (ow
 
 
 class RunningJob(msgspec.Struct, frozen=True):
-    """A job that runs on a node. `saves`: it has checkpoints; `portions`: its part of the node's GPUs, empty if it has a slot."""
+    """A job that runs on a node. `saves`: it has checkpoints; `portions`: its part of the node's GPUs, empty if it has a slot;
+    `leaves`: it has notice, or its guest has ended."""
 
     job: bytes
     node: bytes
@@ -26,11 +27,13 @@ class RunningJob(msgspec.Struct, frozen=True):
     since_unix: int
     saves: bool
     portions: tuple[Portion, ...] = ()
+    leaves: bool = False
 
 
 def must_yield(priority: int, job: RunningJob, now_unix: float) -> bool:
     """Return True if this running job has to make way for a job of this priority."""
-    return job.saves and priority >= job.priority + MARGIN and now_unix - job.since_unix >= MIN_STAY_S
+    stays = not job.saves or job.leaves or now_unix - job.since_unix < MIN_STAY_S
+    return not stays and priority >= job.priority + MARGIN
 
 
 def victim(

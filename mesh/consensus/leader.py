@@ -43,6 +43,9 @@ PREPARED_S = 6.0  # that a rival with a new term may use it: both phases with th
 PATIENCE_S = 3 * HEARTBEAT_MAX_S  # with a rival that keeps the job waiting; a dead one leaves the view long before
 RETRY_S = 0.2  # after a refusal for a lease that is over here, doubled each time: a slow LAN delivery (own choice)
 ASK_EVERY_S = 30.0  # between requests to make room: the usual grace
+LEAVES_S = (
+    300.0  # that a job which was asked may take to leave before another is asked: a grace and an upload (own choice)
+)
 OTHERS_FIRST = "other jobs go first"
 
 
@@ -82,6 +85,7 @@ class Leader:
         self._patience_s = 0.0
         self._beat_s = HEARTBEAT_S
         self._ask_again_at = 0.0
+        self._asked_for_room: dict[bytes, float] = {}  # running jobs, and when
         self.detail = ""
 
     def observe(self, view: View, at: Instant) -> list[Effect]:
@@ -400,15 +404,24 @@ class Leader:
         return ""
 
     def _ask_for_room(self, request: Request, at: Instant) -> list[Effect]:
-        """Ask the runner of a much less important job to save and leave, if that would help. That node judges for itself."""
+        """Ask the runner of a much less important job to save and leave, if that would help. That node judges for itself.
+
+        One job is asked at a time, and another one while it neither leaves nor makes way: what its node says of it may be false.
+        """
         assert self.view is not None
-        if at.now < self._ask_again_at:
+        running, asked = self.view.running, self._asked_for_room
+        leaving = any(one.leaves and at.now < asked.get(one.job, -LEAVES_S) + LEAVES_S for one in running)
+        if leaving or at.now < self._ask_again_at:
             return []
-        now_unix = at.unix_ms / 1000
-        found = victim(request, self.spec.priority, self.view.offers, self.view.running, now_unix)
+        fresh = [one for one in running if one.job not in asked]
+        offers, now_unix = self.view.offers, at.unix_ms / 1000
+        found = victim(request, self.spec.priority, offers, fresh, now_unix)
+        if found is None:
+            asked.clear()
+            found = victim(request, self.spec.priority, offers, running, now_unix)
         if found is None:
             return []
-        self._ask_again_at = at.now + ASK_EVERY_S
+        asked[found.job], self._ask_again_at = at.now, at.now + ASK_EVERY_S
         return [Send(found.node, MakeRoom(job=found.job, wanted_by=self.job, spec=self.witness.witness_record.spec))]
 
     def _why_not(self, request: Request, left: Ranking) -> str:

@@ -18,6 +18,7 @@ from placement.request import Request
 Source = bytes  # a node id; this node's own view has b""
 OWN: Source = b""
 DAY_S = 86_400
+LEAVING = {"vacating", "saving", "releasing"}  # states of a job that still has its place, and soon has not
 
 
 class JobTable:
@@ -130,12 +131,12 @@ class JobTable:
 
     @property
     def running(self) -> Iterator[RunningJob]:
-        """Yield the running jobs whose GPUs are known, with their nodes."""
+        """Yield the running and leaving jobs whose GPUs are known, with their nodes."""
         for status in self._best.values():
-            known = len(status.portions) == status.gpus
-            if status.state == "running" and status.runner is not None and known:
-                since = status.attempts[-1].running_unix_ms // 1000
-                yield RunningJob(status.job, status.runner, status.priority, since, status.saves, status.portions)
+            known, leaves = len(status.portions) == status.gpus, status.state in LEAVING
+            if (leaves or status.state == "running") and status.runner is not None and known:
+                job, node, since = status.job, status.runner, status.attempts[-1].running_unix_ms // 1000
+                yield RunningJob(job, node, status.priority, since, status.saves, status.portions, leaves)
 
     def keep_only(self, sources: Mapping[bytes, Iterable[Source]]) -> None:
         """Remove views that no node publishes any more."""

@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from mesh.consensus.effects import Concluded, Decided, Effect, Send, SetTimer, StateChanged
-from mesh.consensus.leader import ANSWER_S, ASK_EVERY_S, HEARTBEAT_MAX_S, HEARTBEAT_S, PREPARED_S, STAGGER_S, Leader
+from mesh.consensus.leader import (
+    ANSWER_S,
+    ASK_EVERY_S,
+    HEARTBEAT_MAX_S,
+    HEARTBEAT_S,
+    LEAVES_S,
+    PREPARED_S,
+    STAGGER_S,
+    Leader,
+)
 from mesh.consensus.messages import (
     Accept,
     Accepted,
@@ -224,6 +233,27 @@ def test_job_of_much_higher_priority_requests_preemption_periodically() -> None:
         assert [(send.to, send.message.job) for send in asked] == ([(D, running.job)] if asks else [])
         assert sends(leader.observe(view, at(1)), MakeRoom) == []
         assert bool(sends(leader.observe(view, at(1 + ASK_EVERY_S)), MakeRoom)) == asks
+
+
+def test_leader_asks_one_job_at_a_time_for_room_and_then_another() -> None:
+    """Regression: a lender kept every job from its place with a job of lowest priority that never left."""
+    low = RunningJob(b"other job 16 byt", D, priority=0, since_unix=-1000, saves=True)
+    other = RunningJob(b"a third job 16 b", E, priority=40, since_unix=-1000, saves=True)
+    full = (make_advert(D, slots_free=0), make_advert(E, slots_free=0))
+    leader = make_leader(witness=make_witness(spec=make_spec(priority=90)))
+
+    def asked(now: float, *running: RunningJob) -> list[bytes]:
+        view = make_view(A, (A, B, C, D, E), adverts=full, running=running)
+        return [send.message.job for send in sends(leader.observe(view, at(now)), MakeRoom)]  # type: ignore[union-attr]
+
+    term = elect(leader, leader.observe(make_view(A, (A, B, C, D, E), adverts=full), at(0)), 0)
+    for node in (A, B):
+        leader.handle(node, promise(term), at(0))
+    assert asked(1, low, other) == [low.job]
+    assert asked(2 * ASK_EVERY_S, low, other) == [other.job], "the first stays"
+    leaving = msgspec.structs.replace(other, leaves=True)
+    assert asked(4 * ASK_EVERY_S, low, leaving) == [], "that is enough"
+    assert asked(2 * ASK_EVERY_S + LEAVES_S, low, leaving) == [low.job], "it does not end"
 
 
 def test_leader_proposes_the_newest_promised_record_and_closes_lost_attempts() -> None:

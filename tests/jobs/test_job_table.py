@@ -144,6 +144,9 @@ def test_running_jobs_are_known_with_their_gpus() -> None:
     ahead = msgspec.structs.replace(runs, rank=(0, 1, 5, 0), portions=())
     job_table.update(B, JOB, ahead)
     assert [stay.portions for stay in job_table.running] == [(GPU,)], "a newer view of a witness does not name the GPUs"
+    for state, leaves in (("vacating", True), ("saving", True), ("releasing", True), ("running", False)):
+        job_table.update(A, JOB, msgspec.structs.replace(runs, state=state, rank=(0, 1, 6, RUNNER)))
+        assert [stay.leaves for stay in job_table.running] == [leaves]
     job_table.update(A, JOB, None)
     assert not list(job_table.running), "a job with unknown GPUs is not listed"
 

@@ -37,6 +37,7 @@ def test_victim_is_least_important_then_youngest() -> None:
     "spared",
     [
         running_job("near", priority=51 - MARGIN),
+        running_job("leaves", leaves=True),
         running_job("new", since_unix=int(NOW) - MIN_STAY_S + 1),
         running_job("unsaved", saves=False),
         running_job("elsewhere", node=b"unknown"),
