@@ -16,6 +16,8 @@ from placement.rendezvous import lane
 MAX_WEIGHT = 64
 MAX_DRIVER_PARTS = 4
 MAX_GPUS = 64  # of a node
+MAX_SLOTS = 1024  # of a node, as in its settings (own choice)
+MAX_NUMBER = 1 << 53  # each is below: every reader can show it, as a time too
 MAX_IMAGES = 256  # of each kind; a section holds 16 KiB
 MAX_LINE = 300  # characters of a line on system checkpoints (own choice)
 HORIZONS_S = tuple(900 << doubling for doubling in range(7))  # 15 min to 16 h: the run time of most jobs (own choice)
@@ -197,11 +199,14 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
         raise AdvertError(f"weights must be 1 to {MAX_WEIGHT}")
     if len(advert.driver) > MAX_DRIVER_PARTS or any(part < 0 for part in advert.driver):
         raise AdvertError("a driver version has up to four numbers, 0 or more")
-    numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
+    numbers = (advert.version, advert.cpus, advert.memory_mib, advert.store_free_mib)
+    times = (advert.up_since_unix, advert.back_unix)
     named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
     most = max(len(advert.data_ids), len(advert.data_paths), len(advert.network), *map(len, named))
-    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > MAX_GPUS or most > MAX_IMAGES:
+    if not all(0 <= number < MAX_NUMBER for number in (*numbers, *times)):
         raise AdvertError("an advert's numbers are out of range")
+    if not 0 <= advert.slots_free <= advert.slots <= MAX_SLOTS or len(advert.gpus) > MAX_GPUS or most > MAX_IMAGES:
+        raise AdvertError("an advert offers more than a node can have")
     if not advert.system.valid:
         raise AdvertError("an advert's text on system checkpoints is not one printable line")
     _check_portions(advert)

@@ -312,7 +312,16 @@ IMPOSSIBLE_ROOM: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", [{"weight": 0}, {"weight": 65}, {"slots": -1}, *IMPOSSIBLE_ROOM])
+IMPOSSIBLE_NUMBERS: list[dict[str, object]] = [
+    *({field: number} for field in ("back_unix", "up_since_unix", "version", "cpus") for number in (-1, 1 << 53)),
+    {"slots": -1},
+    {"slots": 1025, "slots_free": 0},
+    {"slots": 2, "slots_free": 3},
+    {"slots_free": -1},
+]
+
+
+@pytest.mark.parametrize("changes", [{"weight": 0}, {"weight": 65}, *IMPOSSIBLE_NUMBERS, *IMPOSSIBLE_ROOM])
 def test_impossible_adverts_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(AdvertError):
         decode_advert(NODES[0], encode_advert(advert(NODES[0], **changes)))
