@@ -14,7 +14,7 @@ from membership.identity import ID_BYTES, NodeId
 from membership.malformed import MALFORMED
 
 KIND = "receipt"  # of its envelope
-MAX_RECEIPT_BYTES = 8192  # sealed, with sixteen devices
+MAX_RECEIPT_BYTES = 16_384  # sealed, with all GPUs that a node can have
 SUSPICIOUS = 0.1  # discrepancy beyond NVML's own inaccuracy (own choice)
 
 

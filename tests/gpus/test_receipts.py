@@ -19,6 +19,7 @@ from mesh.gpus.receipts import (
     in_words,
     open_receipt,
 )
+from placement.advert import MAX_GPUS
 
 MESH = b"m" * 32
 NODE, OTHER = Identity(b"n" * 32), Identity(b"o" * 32)
@@ -38,9 +39,9 @@ def test_receipt_round_trips_for_its_node_only() -> None:
             open_receipt(wrong, MESH)
 
 
-def test_receipt_fits_sixteen_devices() -> None:
+def test_receipt_fits_all_gpus_of_a_node() -> None:
     most = DeviceUse("GPU-" + "f" * 36, *([2**63 - 1] * 6))
-    full = Receipt("j" * 26, 2**31, NODE.node_id, "u" * 64, 2**63 - 1, 2**63 - 1, (most,) * 16)
+    full = Receipt("j" * 26, 2**31, NODE.node_id, "u" * 64, 2**63 - 1, 2**63 - 1, (most,) * MAX_GPUS)
     assert open_receipt(sealed(full), MESH) == full
     with pytest.raises(ReceiptError, match="too long"):
         open_receipt(bytes(MAX_RECEIPT_BYTES + 1), MESH)

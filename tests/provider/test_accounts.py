@@ -14,6 +14,7 @@ from mesh.journal import Journal
 from mesh.model.spec import format_job
 from mesh.provider.accounts import DAEMON_ENDS, NAME_CHARS, REASON_CHARS, Accounts
 from mesh.util.boottime import boot_s
+from placement.advert import MAX_GPUS
 from tests.consensus.worlds import make_spec
 
 JOB, MESH, RAN_S, LOST_S = b"j" * 16, b"m" * 16, 60.0, 12.5
@@ -81,10 +82,11 @@ async def test_totals_and_receipt_count_the_run(world: World) -> None:
     assert world.accounts.gpu_s == pytest.approx(ran_s / 2)
 
 
-async def test_receipt_of_a_job_with_a_long_name_can_be_read(world: World) -> None:
+async def test_receipt_of_a_job_with_a_long_name_and_all_gpus_can_be_read(world: World) -> None:
+    """Regression: with more than some 40 GPUs the end of the attempt failed, and its place was never given back."""
     use = DeviceUse("GPU-" + "f" * 36, *([2**63 - 1] * 6))
     tenant: Any = SimpleNamespace(job=format_job(JOB), attempt=1, began_unix_ms=time.time_ns() // 1_000_000)
-    world.accounts.measured(tenant, (use,) * 16)
+    world.accounts.measured(tenant, (use,) * MAX_GPUS)
     world.accounts.on_attempt_cleared(JOB, attempt(name="\U0001f600" * 200_000), "vacated: \ud800" + "é" * 9999)
     (receipt,) = await world.receipts()
     assert len(receipt.name) == NAME_CHARS and len(receipt.reason) == REASON_CHARS
