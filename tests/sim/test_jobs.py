@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 from unittest.mock import ANY
 
@@ -83,6 +84,15 @@ def play(seed: int) -> tuple[str, int, int, int, int, Counter[str], int]:
         ends,
         world.gang_members,
     )
+
+
+def test_member_of_a_mesh_of_two_can_lie_about_the_other() -> None:
+    """Regression (seeds 20 to 29): the fault wanted three nodes."""
+    world = checked(
+        1, faults=FaultPlan(incidents=(), news_every_s=0.0, until_s=60.0), mesh=MeshPlan(nodes=2, gangs=0.0)
+    )
+    world.run()
+    world._accuse_falsely(world.nodes[0], world.nodes[1], Random(1))
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=LATER) for seed in range(BATCH, SEEDS, BATCH))])
