@@ -669,12 +669,12 @@ class JobService:
         try:
             await attempt.close()
         finally:
-            self._hooks.attempt_cleared(job, attempt, reason)
             if job not in self.attempts:  # else the next one has taken over its place
                 self._inventory.release(job)
             self._hooks.places_changed()
             self._cleared.pop(job, asyncio.Event()).set()
             self.own_status.publish(job)
+            self._hooks.attempt_cleared(job, attempt, reason)  # last: a report that fails keeps no place
 
     def _group(self, job: bytes) -> tuple[bytes, ...]:
         """Return the job's witnesses, as far as this node knows them."""

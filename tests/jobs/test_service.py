@@ -334,6 +334,20 @@ async def test_end_of_an_attempt_is_not_that_of_the_next_one(jobs: JobService, n
     assert bool(released) is not next_began, "the next attempt has its place"
 
 
+async def test_report_of_an_end_that_fails_keeps_no_place(jobs: JobService) -> None:
+    released, cleared = list[bytes](), asyncio.Event()
+    jobs._inventory = SimpleNamespace(release=released.append)  # type: ignore[assignment]
+    jobs._cleared[JOB] = cleared
+
+    def failing(job: bytes, attempt: object, reason: str) -> None:
+        raise ValueError("it does not fit")
+
+    jobs._hooks = msgspec.structs.replace(jobs._hooks, attempt_cleared=failing)
+    with pytest.raises(ValueError, match="does not fit"):
+        await jobs._clear(JOB, Removed(), "done")  # type: ignore[arg-type]
+    assert released == [JOB] and cleared.is_set()
+
+
 async def test_next_attempt_waits_until_the_end_of_the_last_one_is_performed(jobs: JobService) -> None:
     """Regression: an end and the next start in one batch of inputs; the new attempt was ended, and the old guest kept running."""
     jobs._inventory = SimpleNamespace(admit=lambda request: "full", release=lambda job: None)  # type: ignore[assignment]
