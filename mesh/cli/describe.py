@@ -10,7 +10,7 @@ import click
 from mesh.cli.asked import asked_words
 from mesh.cli.listing import show_answer, watch_option
 from mesh.cli.names import JOB
-from mesh.cli.output import Output, print_json, say, table
+from mesh.cli.output import Output, print_json, quote_line, say, table
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import SIZE, client, job_path, json_option, quote
 from mesh.util.duration import lasting
@@ -48,7 +48,7 @@ def _draw(answer: dict[str, Any]) -> None:
         ("asks for", asked_words(asked)),
     ]
     for name, text in rows:
-        say(f"{name:<11} {text}")
+        (quote_line if name == "command" else say)(f"{name:<11} {text}")
     say()
     table(
         ["ATTEMPT", "NODE", "BEGAN", "RAN", "FROM STEP", "TO STEP", "ENDED"],

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shlex
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -122,20 +121,18 @@ class Mesh(LazyGroup):
         return command
 
     def invoke(self, ctx: click.Context) -> object:
-        from mesh.cli.output import say
+        from mesh.cli.output import say, suggested, use_state
 
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
+            told = click.UsageError(suggested(error.format_message()), error.ctx)
             if code := self._own_code(ctx, 0):
-                error.show()
+                told.show()
                 ctx.exit(code)
-            raise
+            raise told from error
         except MeshError as error:
-            text = str(error)
-            if error.code == ExitCode.NO_DAEMON and ctx.obj:  # without --state, they would be about another node
-                text = text.replace("`mesh ", f"`mesh --state {shlex.quote(ctx.obj)} ")
-            say(f"mesh: {text}", err=True)
+            say(f"mesh: {error}", err=True)
             if error.code == ExitCode.USAGE and (text := other_release(ctx.obj)):
                 say(f"mesh: {text}", err=True)
             ctx.exit(self._own_code(ctx, int(error.code)))
@@ -156,6 +153,8 @@ class Mesh(LazyGroup):
             text, code = _file_error(error)
             say(f"mesh: {text}", err=True)
             ctx.exit(self._own_code(ctx, int(code)))
+        finally:
+            use_state(None)
 
     @staticmethod
     def _own_code(ctx: click.Context, code: int) -> int:
@@ -203,7 +202,10 @@ def print_version(ctx: click.Context, parameter: click.Parameter, asked: bool) -
 
 @click.pass_context
 def _set_state(ctx: click.Context, state: str | None) -> None:
+    from mesh.cli.output import use_state
+
     ctx.obj = state
+    use_state(state)
 
 
 cli = Mesh(

@@ -542,7 +542,7 @@ def revoke(ctx: click.Context, node: str, reason: str, yes: bool, as_json: bool)
         say("next, for each that you still trust (its daemon asks again by itself):", err=True)
         for one in lost:
             existing = " --existing" if one["existing"] else ""
-            say(f"  mesh member approve {one['node'][:7]}{existing}  # {one['nick']}, user {one['user']}", err=True)
+            say(f"  `mesh member approve {one['node'][:7]}{existing}`  # {one['nick']}, user {one['user']}", err=True)
 
 
 @member.command()

@@ -6,6 +6,8 @@ not be able to move the cursor, reorder text or fake lines.
 
 import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,18 +19,42 @@ from mesh.api.schema_version import SCHEMA
 LEAST = 24  # columns for text that wraps: on a narrower terminal its own line breaks serve (own choice)
 LINE = 65_536  # characters of a line; an invite has about 2,000 (own choice)
 CELL = 200  # characters of a cell, but the last of a row (own choice)
+_COMMAND = re.compile(r"(?<=`)mesh (?!--state )|(?<=&& )mesh (?!--state )")
 LAST = 12  # columns that the last column keeps before others are left out for it (own choice)
+
+
+_state = ""  # of `mesh --state`, quoted for a shell; empty without it
+
+
+def use_state(state: str | None) -> None:
+    """Say from now on which node suggested commands are about: the one that the user has named, if any."""
+    global _state  # noqa: PLW0603 - it holds for all that one command prints, from all its threads
+    _state = shlex.quote(state) if state else ""
+
+
+def suggested(text: str) -> str:
+    """Return a message with the user's --state in the commands that it suggests, such as `mesh ps`."""
+    return _COMMAND.sub(lambda found: f"{found[0]}--state {_state} ", text) if _state else text
 
 
 def say(text: str = "", err: bool = False, bold: bool = False) -> None:
     """Print one line. Whatever the text holds, it is one line of visible characters."""
+    _print(suggested(text), err, bold)
+
+
+def quote_line(text: str) -> None:
+    """Print one line that holds a command or a name of somebody, as it is but for characters that are not visible."""
+    _print(text)
+
+
+def _print(text: str, err: bool = False, bold: bool = False) -> None:
     line = _sanitized(text, LINE)
     click.echo(click.style(line, bold=True) if bold and _coloured() else line, err=err)
 
 
 def confirm(question: str, err: bool = False) -> None:
     """Ask, and end the command unless the answer is yes."""
-    if not _prompted(lambda: click.confirm(_sanitized(question, LINE), err=err)):
+    if not _prompted(lambda: click.confirm(_sanitized(suggested(question), LINE), err=err)):
         raise click.Abort
 
 
@@ -92,7 +118,8 @@ def table(
     named in `spare`, in that order; the last column is cut, or wraps if `whole`.
     Control characters are removed: other users choose some of the names.
     """
-    rows = [[*(_sanitized(cell, CELL) for cell in row[:-1]), _sanitized(row[-1], LINE)] for row in rows]
+    told = (lambda text: text) if header[-1] == "COMMAND" else suggested  # a message, unless it is a job's own command
+    rows = [[*(_sanitized(cell, CELL) for cell in row[:-1]), _sanitized(told(row[-1]), LINE)] for row in rows]
     room, kept = _room(), list(range(len(header)))
     if room is not None and cut:
         most = [cut.get(name, CELL) for name in header[:-1]]
@@ -113,7 +140,7 @@ def table(
 
             ends = textwrap.wrap(row[-1], max(last, LEAST)) or [""]
         for end in ends:
-            say("  ".join([*cells, end]).rstrip(), bold=number == 0)
+            _print("  ".join([*cells, end]).rstrip(), bold=number == 0)
             cells = [" " * width for width in widths[:-1]]
 
 

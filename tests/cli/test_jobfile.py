@@ -99,7 +99,7 @@ def test_printed_job_file_round_trips(
     ("text", "line", "words"),
     [
         ("command: x\ngpu: 1\n", 2, "there is no key 'gpu': did you mean 'gpus'?"),
-        ("command: x\nqqqq: 1\n", 2, "`mesh submit --help` lists them, without their dashes"),
+        ("command: x\nqqqq: 1\n", 2, " submit --help` lists them, without their dashes"),
         ("command: x\nckpt_every: 5m\n", 2, "did you mean 'ckpt-every'?"),
         ("command: x\ngpus: many\n", 2, "gpus: 'many' is not a valid integer"),
         ("command: x\ngpus: [1]\n", 2, "gpus must be one value, not a list or a mapping"),

@@ -257,7 +257,7 @@ def test_unreadable_answer_names_the_release_of_the_daemon(tmp_path: Path, versi
     else:
         assert done.exit_code == 1 and done.stderr == (
             f"mesh: the daemon here runs campus-mesh 0.0.9, this command is {VERSION}: "
-            "restart the daemon with `mesh down` and `mesh up`\n"
+            f"restart the daemon with `mesh --state {tmp_path} down` and `mesh --state {tmp_path} up`\n"
         )
 
 

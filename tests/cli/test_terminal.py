@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.cli import output
 from mesh.cli.output import table
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path
@@ -142,6 +143,27 @@ def test_hostile_names_print_no_control_characters(name: str) -> None:
         table(["NODE", "USER"], [[name, "ada"], ["desk\x1b[2J", name]])
     lines = shown.getvalue().split("\n")
     assert len(lines) == 4 and all(line.isprintable() for line in lines)
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_state", "'/x/my node'")
+
+
+@pytest.mark.usefixtures("named")
+def test_suggested_commands_are_about_the_node_that_the_user_has_named(capsys: pytest.CaptureFixture[str]) -> None:
+    output.say("not lending: `mesh down && mesh up`, or `mesh --state DIR up`")
+    table(["JOB", "WHY"], [["`mesh ps`", "see `mesh logs a`"]])
+    table(["JOB", "COMMAND"], [["a", "sh -c 'echo `mesh ps`'"]])
+    output.quote_line("command  sh -c 'echo `mesh ps`'")
+    assert capsys.readouterr().out.splitlines() == [
+        "not lending: `mesh --state '/x/my node' down && mesh --state '/x/my node' up`, or `mesh --state DIR up`",
+        "JOB        WHY",
+        "`mesh ps`  see `mesh --state '/x/my node' logs a`",
+        "JOB  COMMAND",
+        "a    sh -c 'echo `mesh ps`'",
+        "command  sh -c 'echo `mesh ps`'",
+    ]
 
 
 def test_ages_are_formatted_briefly() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -35,6 +36,11 @@ def command(state: StackNode | Path | None, *arguments: str) -> list[str]:
 def _chosen(state: StackNode | Path | None) -> list[str]:
     where = state.where.root if isinstance(state, StackNode) else state
     return ["--state", str(where)] if where is not None else []
+
+
+def suggestion(state: StackNode, words: str) -> str:
+    """Return how a message suggests this command to somebody who names their node by --state."""
+    return f"`mesh --state {shlex.quote(str(state.where.root))} {words}"
 
 
 def mesh(

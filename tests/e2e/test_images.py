@@ -19,7 +19,7 @@ from mesh.images.messages import encode
 from mesh.images.oci import decode_oci, digest_hash, digest_text
 from tests.container_images import layered_image
 from tests.dockerd import client_of, dockerd, dockerd_with_store
-from tests.e2e.commands import finished, here, job_state, mesh, ok, read, until
+from tests.e2e.commands import finished, here, job_state, mesh, ok, read, suggestion, until
 from tests.e2e.test_hostile import Insider
 
 pytestmark = pytest.mark.e2e
@@ -147,7 +147,7 @@ def test_image_is_allowed_on_one_node_fetched_by_a_peer_and_denied_by_owner(
     ok(two, "image", "deny", "tool")
     job = ok(one, "submit", "--no-workdir", "--image", "tool", "--", "true").strip()
     until(
-        lambda: "its owner denies image tool (`mesh image deny`)" in ok(one, "why", job),
+        lambda: f"its owner denies image tool ({suggestion(one, 'image deny`')})" in ok(one, "why", job),
         "the denial to be shown as a reason",
     )
     ok(one, "image", "deny", "tool", "--mesh")

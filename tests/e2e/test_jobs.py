@@ -26,6 +26,7 @@ from tests.e2e.commands import (
     start,
     submit_count,
     submit_endless,
+    suggestion,
     until,
 )
 
@@ -251,9 +252,10 @@ def test_closed_output_leaves_the_job_running_and_says_so(shared: Stack, attache
     assert process.stdout.readline() == "x\n"
     process.stdout.close()
     heard = process.stderr.read()
-    assert process.wait(WAIT_S) == 141 and "mesh: the job goes on: `mesh logs -f" in heard
+    again = suggestion(node, "logs -f ")
+    assert process.wait(WAIT_S) == 141 and f"mesh: the job goes on: {again}" in heard
     assert "Traceback" not in heard and "Exception" not in heard
-    short = heard.split("`mesh logs -f ")[1].split("`")[0]
+    short = heard.split(again)[1].split("`")[0]
     (row,) = read(node, "ps", short)["jobs"]
     assert row["state"] == "running"
     ok(node, "cancel", row["job"])

@@ -30,6 +30,7 @@ from tests.e2e.commands import (
     read,
     running_with_checkpoint,
     send,
+    suggestion,
     until,
 )
 
@@ -240,12 +241,12 @@ def test_value_is_asked_for_without_an_echo(shared: Stack) -> None:
 def test_orders_that_cannot_be_met_say_what_to_do(shared: Stack) -> None:
     node = shared.nodes[0]
     for arguments, words in [
-        (("--secret", "NONE"), "there is no secret NONE on this node: `mesh secret set NONE`"),
+        (("--secret", "NONE"), f"there is no secret NONE on this node: {suggestion(node, 'secret set NONE`')}"),
         (("--secret", "A=B C"), "a secret cannot be the variable 'B C'"),
         (("--secret-nodes", "mine"), "--secret-nodes is for a job with --secret NAME"),
         (
             ("--secret", "KEPT", "--secret-nodes", "trusted"),
-            "no node is trusted: `mesh config set trusted USER NODE ...`",
+            f"no node is trusted: {suggestion(node, 'config set trusted USER NODE ...`')}",
         ),
     ]:
         if "KEPT" in arguments:
