@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+from mesh.model.bounds import MAX_NODES
 from mesh.provider.usage import By
 
 
@@ -48,11 +49,12 @@ class FilesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`follow`: until the job is over; `attempt`: only this attempt; `since_unix_ms`: only lines from this time on;
-    `timestamps`: put its time before each line."""
+    """`follow`: until the job is over; `attempt`: only this attempt; `rank`: of this node of a gang; `since_unix_ms`: only lines
+    from this time on; `timestamps`: put its time before each line."""
 
     follow: bool = False
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)] = 0
     since_unix_ms: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None = None
     timestamps: bool = False
 

@@ -19,6 +19,7 @@ from mesh.cli.names import JOB, NODE
 from mesh.cli.output import Output, confirm, print_json, print_text, say, table
 from mesh.cli.progress import progress, report, waiting_for
 from mesh.cli.terminal import DURATION, ago, client, input_waits, job_path, json_option, quote
+from mesh.model.bounds import MAX_NODES
 from mesh.util.byte_text import amount, part
 from mesh.util.duration import lasting, parse_duration
 from mesh.util.errors import ExitCode, MeshError
@@ -92,7 +93,7 @@ def submit(
     follow = f"{short}_{options['array'][0][0]}" if options["array"] else short
     show_state = (f"mesh ps {short}", f"mesh wait {short}") if options["array"] else (f"mesh why {short}",)
     for line in (f"mesh logs -f {follow}", *show_state, f"mesh cancel {short}"):
-        say(f"  {line}", err=True)
+        say(f"  `{line}`", err=True)
 
 
 @click.command(cls=JobCommand)
@@ -362,6 +363,12 @@ def _time_s(row: dict[str, Any]) -> float:
 @click.argument("job", type=JOB)
 @click.option("-f", "--follow", is_flag=True, help="Follow the output until the job, or that attempt, ends.")
 @click.option("--attempt", type=click.IntRange(0, 2**31 - 1), metavar="N", help="Only attempt N (`mesh describe`).")
+@click.option(
+    "--rank",
+    type=click.IntRange(0, MAX_NODES - 1),
+    metavar="N",
+    help="The output of rank N of a job on several nodes, instead of rank 0.",
+)
 @click.option("-n", "--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines so far.")
 @click.option(
     "--since",
@@ -376,16 +383,15 @@ def logs(
     job: str,
     follow: bool,
     attempt: int | None,
+    rank: int | None,
     tail: int | None,
     since: int | None,
     timestamps: bool,
     raw: bool,
 ) -> None:
     """Show a job's output from all its attempts, wherever they ran."""
-    daemon, chosen = (
-        client(ctx),
-        {"attempt": attempt, "since_unix_ms": since, "timestamps": "1" if timestamps else None},
-    )
+    daemon = client(ctx)
+    chosen = {"attempt": attempt, "rank": rank, "since_unix_ms": since, "timestamps": "1" if timestamps else None}
     query = "".join(f"&{name}={value}" for name, value in chosen.items() if value is not None)
     path, shown = f"{job_path(job)}/log", 0
     if tail is not None:

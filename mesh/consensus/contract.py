@@ -5,6 +5,7 @@ After HTCondor's self-checkpointing exit code (85), EX_TEMPFAIL (75) of sysexits
 never an error of the job: only the verdict `failed` spends the error budget.
 """
 
+import signal
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,7 +16,8 @@ from mesh.consensus.messages import GangPlace
 EXIT_CHECKPOINTED = 85  # HTCondor's convention: state is saved, run the job again
 EXIT_TEMPFAIL = 75  # sysexits.h EX_TEMPFAIL: try another node
 EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127  # POSIX shells
-_TERMINATED = frozenset({143, 137})  # 128 + SIGTERM, 128 + SIGKILL
+EXIT_KILLED = 128 + signal.SIGKILL
+TERMINATED = frozenset({128 + signal.SIGTERM, EXIT_KILLED})
 
 MAX_PROGRESS_BYTES = 4096  # a step and a total; a larger file is ignored
 
@@ -45,7 +47,7 @@ def judge(facts: ExitFacts) -> Verdict:
         return "vacated" if facts.vacating else "checkpointed"
     if facts.code == EXIT_TEMPFAIL:
         return "elsewhere"
-    if facts.vacating and facts.code in _TERMINATED:
+    if facts.vacating and facts.code in TERMINATED:
         return "vacated"
     return "failed"
 
@@ -84,13 +86,26 @@ def gang_env(place: GangPlace) -> dict[str, str]:
 
 
 def describe_exit(code: int, oom: bool) -> str:
-    """Describe an exit, and what to do about it where that is known."""
+    """Describe an exit, and what to do about it where that is known. `oom`: its node saw the kernel kill for memory.
+
+    A program may choose any code, and a shell passes on how its command ended: without a fact the text says what the code is
+    used for, not what happened.
+    """
     if oom:
-        return "killed for memory: ask for more with --memory, or use less"
+        killed = "killed for memory" if code == EXIT_KILLED else "one of its processes was killed for memory"
+        return f"exit {code}, {killed}: ask for more with --memory, or use less"
     if code == EXIT_NOT_FOUND:
-        return "exit 127: command not found (is it in the working directory or the image?)"
+        return "exit 127, as of a shell that does not find a command: its log may name it"
     if code == EXIT_NOT_EXECUTABLE:
-        return "exit 126: found but not executable (chmod +x, or name its interpreter)"
-    if code > 128:
-        return f"ended by signal {code - 128}"
-    return f"exit {code}"
+        return "exit 126, as of a shell that cannot execute a file: its log may name it"
+    if code == EXIT_KILLED:
+        return "exit 137, as after SIGKILL; its node saw no kill for memory"
+    name = _signal_name(code - 128)
+    return f"exit {code}, as after {name}" if name else f"exit {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""

@@ -7,7 +7,8 @@ ends. The next attempt enlists the nodes available then, from the least to the m
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,12 +29,13 @@ from mesh.consensus.messages import (
 from mesh.consensus.view import Instant, Timer, TimerTokens
 from mesh.consensus.witness import HELD_SHARE
 from mesh.model.record import JobRecord
-from mesh.model.spec import JobSpec
+from mesh.model.spec import JobSpec, format_job
 
 GATHER_S = 4.0  # for members to answer: a LAN round trip takes milliseconds
 ASK_AGAIN_S = 1.0  # after a node declined: another gang may have given its place back
 KEPT_S = 3 * GATHER_S  # that a place is reserved for a runner that does not begin
 ASKS_PER_LEASE = 3  # as often as the runner renews
+RANKS_TOLD, RANK_TOLD = 4, 150  # failed ranks in a reason, and characters of each (own choice)
 FORSAKEN_LEASES = 3  # a member without an answer gives up
 
 
@@ -46,7 +48,8 @@ class MemberState(msgspec.Struct):
     """The runner's view of one member.
 
     Its guest freezes after `runs_until`, by the runner's clock. `asked` counts its questions, and `asked_before` those before
-    the first trouble. `code` is its exit status once it has ended. `trouble` tells why the gang cannot continue with it.
+    the first trouble. `code` is its exit status once it has ended, and `how` tells
+    more. `trouble` tells why the gang cannot continue with it.
     """
 
     node: bytes
@@ -59,7 +62,29 @@ class MemberState(msgspec.Struct):
     asked_before: int = 0
     ended: bool = False
     code: int = 0
+    how: str = ""
     trouble: str = ""
+
+
+class RankFailed(NamedTuple):
+    """The failure of one rank's guest; `how` it ended, in words."""
+
+    rank: int
+    nick: str
+    code: int
+    how: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.nick}: {self.how or f'exit {self.code}'}"
+
+
+def of_ranks(failed: Sequence[RankFailed], job: bytes) -> str:
+    """Say how the ranks failed, and which command shows the output of the first that is not rank 0."""
+    words = [shortened(str(one), RANK_TOLD) for one in failed[:RANKS_TOLD]]
+    words += [f"and {len(failed) - RANKS_TOLD} more"] if len(failed) > RANKS_TOLD else []
+    other = next((one.rank for one in failed if one.rank), 0)
+    words += [f"see `mesh logs --rank {other} {format_job(job)[:8]}`"] if other else []
+    return "; ".join(words)
 
 
 class Gang:
@@ -155,9 +180,10 @@ class Gang:
         if self._dismissed:
             # As ordered. But if a member has failed, this one may have failed first and be reported last.
             if self.failed and not message.problem and judge(_at_notice(message.code)) == "failed":
-                member.code = message.code
+                member.code, member.how = message.code, message.how
             return
-        member.code, member.trouble = message.code, member.trouble or message.problem
+        member.code, member.how = message.code, message.how
+        member.trouble = member.trouble or message.problem
         if message.code:
             self._trouble()
 
@@ -175,12 +201,14 @@ class Gang:
     @property
     def broken(self) -> str:
         """Return why the gang cannot continue, through no fault of the job; empty if it can."""
-        return next((f"{member.nick}: {member.trouble}" for member in self.members if member.trouble), "")
+        troubled = (member for member in self.members if member.trouble)
+        return next((f"{_where(member.rank, member.nick)}: {member.trouble}" for member in troubled), "")
 
     @property
-    def failed(self) -> list[tuple[str, int]]:
-        """Return the members whose guests failed, with the exit code. Another member may have been lost before: see `sure`."""
-        return [(member.nick, member.code) for member in self.members if member.ended and member.code]
+    def failed(self) -> list[RankFailed]:
+        """Return the members whose guests failed. Another member may have been lost before: see `sure`."""
+        failed = (member for member in self.members if member.ended and member.code)
+        return [RankFailed(member.rank, member.nick, member.code, member.how) for member in failed]
 
     @property
     def running(self) -> list[str]:
@@ -226,6 +254,10 @@ class Gang:
 
     def _dismissal(self, grace_s: float, reason: str) -> Dismiss:
         return Dismiss(job=self.job, term=self.term, grace_s=grace_s, reason=shortened(reason))
+
+
+def _where(rank: int, nick: str) -> str:
+    return f"rank {rank} on {nick}" if rank else nick  # members have no rank before they begin
 
 
 def _at_notice(code: int) -> ExitFacts:
@@ -313,10 +345,10 @@ class GangMember:
         self.state = "running"
         return [StateChanged("running", "in a gang")]
 
-    def exited(self, code: int, problem: str, at: Instant) -> list[Effect]:
-        """The guest has ended, or could not start (`problem`); the runner decides what that means."""
+    def exited(self, code: int, problem: str, at: Instant, how: str = "") -> list[Effect]:
+        """The guest has ended, or could not start here (`problem`); the runner decides what that means."""
         problem = shortened(problem or self._leaving)
-        self._end = MemberEnded(job=self.job, term=self.term, code=code, problem=problem)
+        self._end = MemberEnded(job=self.job, term=self.term, code=code, problem=problem, how=shortened(how))
         self._tokens.cancel("grace")
         report = Send(self.runner, self._end)
         return (

@@ -222,11 +222,12 @@ class RunGranted(Message, frozen=True, tag="run_granted"):
 
 
 class MemberEnded(Message, frozen=True, tag="member_ended"):
-    """The member's guest has ended; `problem` if it never started."""
+    """The member's guest has ended. `problem`: why the gang cannot continue, through no fault of the job; `how` it ended."""
 
     term: Number
     code: int
     problem: Text = ""
+    how: Text = ""
 
 
 class MemberLeaving(Message, frozen=True, tag="member_leaving"):

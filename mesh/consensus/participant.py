@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from membership.lengths import shortened
+from mesh.consensus.contract import describe_exit
 from mesh.consensus.effects import Effect, Ended, SaveWitnessRecord, Send, SetTimer, Submitted, WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, Plan, record_hash
 from mesh.consensus.gang import GangMember, gang_turn
@@ -679,10 +680,12 @@ def on_member_report(member: GangMember, event: RunnerEvent, at: Instant) -> lis
     match event:
         case GuestStarted():
             return member.started()
-        case GuestFailed(reason=reason):
+        case GuestFailed(reason=reason, elsewhere=True):
             return member.exited(1, f"could not start: {reason}", at)
-        case GuestExited(code=code, fault=fault):
-            return member.exited(code, fault, at)
+        case GuestFailed(reason=reason, exit_code=code):  # no node would do better
+            return member.exited(code, "", at, reason)
+        case GuestExited(code=code, oom=oom, fault=fault):
+            return member.exited(code, fault, at, describe_exit(code, oom))
         case VacateWanted(grace_s=grace_s, reason=reason):
             return member.vacate(grace_s, reason, at)
         case KillWanted(reason=reason):

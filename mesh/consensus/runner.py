@@ -17,6 +17,7 @@ from mesh.consensus.contract import (
     EXIT_NOT_EXECUTABLE,
     EXIT_NOT_FOUND,
     EXIT_TEMPFAIL,
+    TERMINATED,
     VACATED,
     ExitFacts,
     describe_exit,
@@ -40,7 +41,7 @@ from mesh.consensus.effects import (
     StateChanged,
 )
 from mesh.consensus.fallback import patience_s
-from mesh.consensus.gang import Gang
+from mesh.consensus.gang import Gang, RankFailed, of_ranks
 from mesh.consensus.messages import (
     Accepted,
     Closed,
@@ -414,7 +415,7 @@ class Runner:
         if self._vacate_reason or not (gang.broken or gang.failed):
             return self._conclude(at) if self.state == "awaiting" else []
         self._member_failed = not gang.broken
-        return self._vacate(self.spec.grace_s, gang.broken or "a gang member failed", at)
+        return self._vacate(self.spec.grace_s, gang.broken or of_ranks(gang.failed, self.job), at)
 
     # --- the lease
 
@@ -524,7 +525,8 @@ class Runner:
         self._exited = event
         self._tokens.cancel("grace")
         self.state = "saving"
-        changed = StateChanged("saving", describe_exit(event.code, event.oom))
+        ordered = "cancelled" if self._cancelled else self._vacate_reason if event.code in TERMINATED else ""
+        changed = StateChanged("saving", ordered or describe_exit(event.code, event.oom))
         if self.spec.checkpointing is not None and not self._cancelled:
             # What the guest committed before its end counts, whatever the exit code.
             self._found = self._saving
@@ -553,14 +555,14 @@ class Runner:
             if self._gang.broken:
                 return self._release(VACATED + self._gang.broken, at)
             if self._gang.failed and not exited.fault:  # the first failure is unknown
-                own = [] if self._member_failed else [(self.attempt.nick, exited.code)]
+                own = [] if self._member_failed else [RankFailed(0, self.attempt.nick, exited.code, words)]
                 ended = [*own, *self._gang.failed]
-                failed = [(nick, code) for nick, code in ended if code not in {EXIT_CHECKPOINTED, EXIT_TEMPFAIL}]
-                words = ", ".join(f"exit {code} on {nick}" for nick, code in failed or ended)
+                failed = [one for one in ended if one.code not in {EXIT_CHECKPOINTED, EXIT_TEMPFAIL}]
+                words = of_ranks(failed or ended, self.job)
                 if failed:
-                    self._exited = msgspec.structs.replace(exited, code=failed[0][1])
-                    return self._fail(words, any(self._may_retry(code) for _, code in failed), at)
-                if any(code == EXIT_TEMPFAIL for _, code in ended):
+                    self._exited = msgspec.structs.replace(exited, code=failed[0].code)
+                    return self._fail(words, any(self._may_retry(one.code) for one in failed), at)
+                if any(one.code == EXIT_TEMPFAIL for one in ended):
                     return self._release(f"asked for other nodes ({words})", at)
                 return self._run_again(at)
         if self._gang is not None and not exited.code and not exited.forced_done:

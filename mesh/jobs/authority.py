@@ -87,11 +87,6 @@ def may_read_secrets(node: NodeId, spec: JobSpec) -> bool:
     return spec.secrets is not None and (not spec.secrets.readers or node in spec.secrets.nodes)
 
 
-def may_write_log(caller: NodeId, known: WitnessRecord) -> bool:
-    """Tell whether a node may keep a copy of the job's log with a witness."""
-    return known.holder == caller
-
-
 def may_report(writer: Credentials, known: WitnessRecord, spec: JobSpec) -> bool:
     """Tell whether a witness keeps a node's events of a job: it witnesses the job, runs or has run it, or is its user's."""
     ran = any(writer.node_id in {one.node, *(node for node, _ in one.gang)} for one in known.record.attempts)

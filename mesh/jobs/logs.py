@@ -1,5 +1,7 @@
 """Logs of attempts: one file per attempt, kept after the attempt is gone, and copies of what running attempts elsewhere print.
 
+A log is named by its job, its attempt and the node that printed it: each node of a gang has one rank.
+
 The files here answer why an attempt failed; the copies inside checkpoints and results are the durable ones. While an attempt
 runs, its node sends what is new to the job's witnesses every few seconds, so that a host that dies takes no log with it.
 """
@@ -27,6 +29,7 @@ from mesh.jobs.log_times import (
     times_path,
     write_marks,
 )
+from mesh.model.bounds import MAX_NODES
 from mesh.model.record import MAX_ATTEMPTS_KEPT
 from mesh.model.spec import format_job
 from mesh.rpc.client import PeerClient, PeerError
@@ -35,7 +38,7 @@ KEPT_S = 7 * 86_400.0  # a week: long enough to return to a failure after a week
 KEPT_BYTES = 1 << 30  # beyond this the oldest jobs' logs are removed (own choice)
 OWNER = "user"
 COPY_KEPT_BYTES = 256 * 1024  # the end of a log in copies, checkpoints and results (own choice)
-COPIES = MAX_ATTEMPTS_KEPT  # of one job's attempts elsewhere, the newest
+COPIES = max(MAX_ATTEMPTS_KEPT, MAX_NODES)  # of one job's logs elsewhere, the newest: those of the largest gang
 COPY_MARKS = 4096  # times kept of a copy: an hour of constant output (own choice)
 # What the logs in a checkpoint may take when they are restored, with a block for each file.
 SNAPSHOT_BYTES = COPIES * (COPY_KEPT_BYTES + COPY_MARKS * MARK_BYTES + 2 * BLOCK_BYTES) + BLOCK_BYTES
@@ -64,12 +67,12 @@ class JobLogs:
     def path(self, job: bytes, number: int) -> Path:
         return self._home(job) / f"{number:03d}.txt"
 
-    def append_copy(self, job: bytes, number: int, piece: LogPiece, user_key: bytes) -> int:
-        """Append what an attempt elsewhere has printed; return the offset at which the copy ends now.
+    def append_copy(self, job: bytes, number: int, node: NodeId, piece: LogPiece, user_key: bytes) -> int:
+        """Append what an attempt has printed on another node; return the offset at which the copy ends now.
 
         The copy starts over where something is missing, and keeps its last COPY_KEPT_BYTES. Its header holds its own offset.
         """
-        path = self._copy(job, number)
+        path = self._copy(job, number, node)
         base, end = _bounds(path)
         if piece.offset > end or not path.exists():
             self._claim(job, user_key)
@@ -90,9 +93,9 @@ class JobLogs:
         write_marks(path, marks[-COPY_MARKS:])
         return end
 
-    def read_copy(self, job: bytes, number: int, offset: int) -> LogPiece | None:
-        """Return what is kept of an attempt elsewhere from `offset` on; None if nothing is."""
-        path = self._copy(job, number)
+    def read_copy(self, job: bytes, number: int, node: NodeId, offset: int) -> LogPiece | None:
+        """Return what is kept of an attempt on another node from `offset` on; None if nothing is."""
+        path = self._copy(job, number, node)
         base, end = _bounds(path)
         if offset >= end:
             return None
@@ -125,8 +128,8 @@ class JobLogs:
         home.mkdir(parents=True, exist_ok=True)
         (home / OWNER).write_text(user_key.hex())
 
-    def _copy(self, job: bytes, number: int) -> Path:
-        return self._home(job) / f"{number:03d}.copy"
+    def _copy(self, job: bytes, number: int, node: NodeId) -> Path:
+        return self._home(job) / f"{number:03d}-{node.hex()}.copy"
 
     def _home(self, job: bytes) -> Path:
         return self._directory / format_job(job)

@@ -412,11 +412,10 @@ class JobService:
     async def _ship_logs(self) -> None:
         while True:
             await asyncio.sleep(SHIP_EVERY_S)
-            running = {job: attempt for job, attempt in self.attempts.items() if job in self.participant.runners}
             await self._log_shipping.ship(
                 {
                     (job, attempt.number): (attempt.log_path, [node for node in self._group(job) if node != self._me])
-                    for job, attempt in running.items()
+                    for job, attempt in self.attempts.items()
                 }
             )
 

@@ -67,6 +67,11 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     fault: bool = False
     gang: Gang = ()  # the other nodes of a gang with their nicks, by rank from 1
 
+    def node_of(self, rank: int) -> bytes | None:
+        """Return the node of a rank; None if the attempt has, or had, no such rank."""
+        nodes = (self.node, *(node for node, _ in self.gang))
+        return nodes[rank] if rank < len(nodes) else None
+
     @property
     def ran_s(self) -> float:
         """Return how long the guest has run by its own node's clock, as far as it is known."""

@@ -91,11 +91,11 @@ class Job(Generic[T]):
         return await Caller().call(self.future.cancel)
 
     async def logs(
-        self, follow: bool = False, since: datetime | None = None, timestamps: bool = False
+        self, follow: bool = False, since: datetime | None = None, timestamps: bool = False, rank: int = 0
     ) -> AsyncGenerator[str, None]:
         """Yield the output of all its attempts in pieces, as `Job.logs` does."""
         caller = Caller()
-        with closing(self.future.logs(follow, since, timestamps)) as pieces:
+        with closing(self.future.logs(follow, since, timestamps, rank)) as pieces:
             while (piece := await caller.call(lambda: next(pieces, None))) is not None:
                 yield piece
 

@@ -140,14 +140,15 @@ class Job(concurrent.futures.Future[T], Generic[T]):
                 self.set_running_or_notify_cancel()
 
     def logs(
-        self, follow: bool = False, since: datetime | None = None, timestamps: bool = False
+        self, follow: bool = False, since: datetime | None = None, timestamps: bool = False, rank: int = 0
     ) -> Generator[str, None, None]:
         """Yield the output of all its attempts in pieces; with `follow`, until it has ended.
 
-        `since` selects the lines printed from that time on; `timestamps` puts the time before each line.
+        `since` selects the lines printed from that time on; `timestamps` puts the time before each line; `rank` is that of the
+        node, of a job on several.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        path = f"/v1/jobs/{self.id}/log?follow={int(follow)}&timestamps={int(timestamps)}"
+        path = f"/v1/jobs/{self.id}/log?follow={int(follow)}&timestamps={int(timestamps)}&rank={rank}"
         path += f"&since_unix_ms={max(0, int(1000 * since.timestamp()))}" if since is not None else ""
         for piece in self.client.agent.stream(path):
             yield decoder.decode(piece)

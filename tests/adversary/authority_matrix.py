@@ -82,7 +82,7 @@ MATRIX = (
         "mesh/checkpoints/keys.py:store_share",
         call="secrets share",
     ),
-    _row("Keep a copy of the log with a witness", (RUNNER,), "may_write_log", f"{PEERS}:_put_log", call="log copy"),
+    _row("Keep a copy of one's own log with a witness", (RUNNER, GANG), "runs", f"{PEERS}:_put_log", call="log copy"),
     _row(
         "Sign a checkpoint or result that a store takes, and move the job's fence",
         (RUNNER,),

@@ -20,7 +20,7 @@ from mesh.jobs.logs import COPIES, JobLogs, LogShipping
 from mesh.sdk import futures
 from mesh.util.log_text import HELD_MOST, LogText
 
-JOB, WITNESS = b"j" * 16, b"w" * 32
+JOB, WITNESS, HOST = b"j" * 16, b"w" * 32, b"h" * 32
 MIB = 1 << 20
 
 
@@ -55,9 +55,9 @@ async def test_log_goes_on_to_be_sent_whatever_a_witness_answers(answer: bytes, 
 def test_copies_of_one_job_are_bounded_however_many_attempts_its_runner_claims(tmp_path: Path) -> None:
     logs = JobLogs(tmp_path)
     for number in range(3 * COPIES):
-        logs.append_copy(JOB, number * 10**9, LogPiece(0, b"x", ((1, 1),)), b"ada")
+        logs.append_copy(JOB, number * 10**9, HOST, LogPiece(0, b"x", ((1, 1),)), b"ada")
     assert len([*tmp_path.rglob("*.copy")]) == len([*tmp_path.rglob("*.times")]) == COPIES
-    assert logs.read_copy(JOB, (3 * COPIES - 1) * 10**9, 0) is not None
+    assert logs.read_copy(JOB, (3 * COPIES - 1) * 10**9, HOST, 0) is not None
 
 
 def test_piece_beyond_any_log_is_refused() -> None:

@@ -156,7 +156,7 @@ async def test_log_is_read_from_a_witness_if_the_host_never_ends_its_answer(
     lookup: Any = SimpleNamespace(me=b"me")
     reader = LogReader(nothing, nothing, nothing, Dripping(endless, opens), lookup)  # type: ignore[arg-type]
     async with asyncio.timeout(60):
-        assert [piece async for piece in reader._from(b"lender", b"j" * 16, 0, 0, False, 0)] == []
+        assert [piece async for piece in reader._from(b"lender", b"j" * 16, 0, b"lender", 0, False, 0)] == []
 
 
 # --- files that a job published

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +10,7 @@ from mesh.api.handlers.logs import LineSelector, LogReader
 from mesh.api.queries import LogQuery
 from mesh.consensus.status import ATTEMPTS_SHOWN
 from mesh.jobs.log_times import LogPiece
-from mesh.jobs.logs import COPY_KEPT_BYTES
+from mesh.jobs.logs import COPY_KEPT_BYTES, JobLogs
 from mesh.model.record import Attempt
 from mesh.util.errors import MeshError
 
@@ -38,6 +38,29 @@ def reader(directory: Path) -> LogReader:
 
 async def read(directory: Path, follow: bool, only: int | None) -> str:
     return b"".join([piece async for piece in reader(directory).follow_log("job", LogQuery(follow, only))]).decode()
+
+
+async def test_node_of_a_gang_gives_its_own_log_as_its_own_only(tmp_path: Path) -> None:
+    """A witness that is a member of the gang was asked for rank 0's log, and answered with its own."""
+    logs, mate, third, nothing = JobLogs(tmp_path), b"a" * 32, b"t" * 32, cast(Any, None)
+    logs.prepare(JOB, 0, b"ada").write_text("rank 1\n")
+    logs.append_copy(JOB, 0, mate, LogPiece(0, b"rank 0\n", ((1, 7),)), b"ada")
+    jobs, lookup = SimpleNamespace(logs=logs, attempts={}), SimpleNamespace(me=ME)
+    reader = LogReader(nothing, nothing, cast(Any, jobs), nothing, cast(Any, lookup))
+    for node, text in ((ME, b"rank 1\n"), (mate, b"rank 0\n"), (third, b"")):
+        assert b"".join([piece.data async for piece in reader.tail(JOB, 0, node, 0, False, 0)]) == text
+
+
+@pytest.mark.parametrize("follow", [False, True])
+async def test_rank_that_no_attempt_had_or_may_have_is_refused(follow: bool, tmp_path: Path) -> None:
+    async def spec_of(status: Any) -> Any:
+        return SimpleNamespace(most_nodes=3)
+
+    asked = reader(tmp_path)
+    asked._lookup.spec_of = spec_of  # type: ignore[method-assign]
+    with pytest.raises(MeshError, match="has no rank 3: it has ranks 0 to 2"):
+        _ = [piece async for piece in asked.follow_log("job", LogQuery(follow, rank=3))]
+    assert [piece async for piece in asked.follow_log("job", LogQuery(rank=2))] == [], "a later attempt may have it"
 
 
 async def test_log_contains_every_attempt(tmp_path: Path) -> None:

@@ -51,11 +51,18 @@ def test_only_a_failure_can_spend_the_error_budget(code: int, vacating: bool, ch
 
 
 def test_exit_descriptions_name_the_cause() -> None:
-    assert "memory" in describe_exit(137, oom=True)
-    assert "not found" in describe_exit(127, oom=False)
-    assert "chmod" in describe_exit(126, oom=False)
-    assert describe_exit(139, oom=False) == "ended by signal 11"
+    assert "137, killed for memory" in describe_exit(137, oom=True)
+    assert describe_exit(1, oom=True).startswith("exit 1, one of its processes was killed for memory")
+    assert describe_exit(139, oom=False) == "exit 139, as after SIGSEGV"
+    assert describe_exit(143, oom=False) == "exit 143, as after SIGTERM"
     assert describe_exit(3, oom=False) == "exit 3"
+
+
+def test_code_that_a_program_may_have_chosen_is_no_fact() -> None:
+    assert describe_exit(127, oom=False).startswith("exit 127, as of a shell that does not find a command")
+    assert describe_exit(126, oom=False).startswith("exit 126, as of a shell that cannot execute")
+    assert describe_exit(137, oom=False) == "exit 137, as after SIGKILL; its node saw no kill for memory"
+    assert describe_exit(255, oom=False) == "exit 255", "there is no signal 127"
 
 
 @given(st.binary(max_size=300))

@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from membership.lengths import SAID
+from mesh.consensus.contract import describe_exit
 from mesh.consensus.effects import (
     Effect,
     Ended,
@@ -17,7 +19,7 @@ from mesh.consensus.effects import (
     SetTimer,
     StateChanged,
 )
-from mesh.consensus.gang import ASK_AGAIN_S, FORSAKEN_LEASES, GATHER_S, KEPT_S, Gang, GangMember
+from mesh.consensus.gang import ASK_AGAIN_S, FORSAKEN_LEASES, GATHER_S, KEPT_S, Gang, GangMember, RankFailed, of_ranks
 from mesh.consensus.messages import (
     Begin,
     Dismiss,
@@ -35,6 +37,7 @@ from mesh.consensus.reports import (
     CancelWanted,
     CheckpointStored,
     GuestExited,
+    GuestFailed,
     GuestStarted,
     KillWanted,
     ResultStored,
@@ -45,10 +48,11 @@ from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
 from mesh.consensus.witness import HELD_SHARE
 from mesh.model.record import JobRecord
-from mesh.model.spec import Checkpointing
+from mesh.model.spec import Checkpointing, format_job
 from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_start, make_view
 
 LEASE_S = 15.0
+B_FAILED, C_FAILED = RankFailed(1, "b", 1, ""), RankFailed(2, "c", 3, "")
 GANG = {"least_nodes": 2, "most_nodes": 3, "checkpointing": None}
 
 
@@ -146,9 +150,9 @@ class TestLeader:
     def test_member_that_fails_after_a_loss_is_not_blamed(self) -> None:
         gang = under_way()
         gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
-        assert gang.failed == [("b", 1)] and not gang.sure()
+        assert gang.failed == [B_FAILED] and not gang.sure()
         gang.look(LEASE_S + 0.1)
-        assert gang.sure() and gang.broken == "c: lost"
+        assert gang.sure() and gang.broken == "rank 2 on c: lost"
         gang = under_way()
         gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
         for number in (1, 2):
@@ -173,10 +177,10 @@ class TestLeader:
         gang = under_way()
         for code in (1, 0, 2):  # a member repeats its report until it is dismissed
             gang.on_ended(B, MemberEnded(job=JOB, term=1, code=code), at(5))
-        assert gang.failed == [("b", 1)]
+        assert gang.failed == [B_FAILED]
 
     def test_first_failure_may_be_reported_last(self) -> None:
-        for code, told in ((3, [("b", 1), ("c", 3)]), (0, [("b", 1)]), (85, [("b", 1)]), (143, [("b", 1)])):
+        for code, told in ((3, [B_FAILED, C_FAILED]), (0, [B_FAILED]), (85, [B_FAILED]), (143, [B_FAILED])):
             gang = under_way()
             gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
             gang.dismiss(9.0, "a member failed", 2.0)
@@ -190,10 +194,10 @@ class TestLeader:
     def test_member_that_leaves_or_never_started_is_not_a_failure(self) -> None:
         gang = under_way()
         gang.on_leaving(B, MemberLeaving(job=JOB, term=1, grace_s=5.0, reason="its owner"))
-        assert gang.broken == "b: its owner"
+        assert gang.broken == "rank 1 on b: its owner"
         gang = under_way()
         gang.on_ended(C, MemberEnded(job=JOB, term=1, code=1, problem="could not start: no room"), at(1))
-        assert gang.broken == "c: could not start: no room"
+        assert gang.broken == "rank 2 on c: could not start: no room"
 
     def test_only_a_member_that_has_begun_may_run(self) -> None:
         gang = make_gang()
@@ -350,6 +354,16 @@ class TestMember:
         )
         assert ended.problem == "its GPU is gone"  # type: ignore[union-attr]
 
+    def test_end_of_a_guest_is_told_as_its_own_node_knows_it(self) -> None:
+        for report, code, how in (
+            (GuestExited(137, True, False), 137, describe_exit(137, oom=True)),
+            (GuestFailed("command 'x' is not here", elsewhere=False, exit_code=127), 127, "command 'x' is not here"),
+        ):
+            member = MemberState()
+            member.begin()
+            ((_, ended),) = says(on_member_report(member.member, report, at(3)), MemberEnded)
+            assert ended == MemberEnded(job=JOB, term=1, code=code, how=how), "no node would do better"
+
     def test_member_obeys_its_owner_and_tells_the_runner(self) -> None:
         member = MemberState()
         member.begin()
@@ -436,7 +450,11 @@ class TestRunner:
         assert runner._ending == "failed (exit 1)"
 
     @pytest.mark.parametrize(
-        ("code", "reason"), [(85, "asked to run again"), (75, "asked for other nodes (exit 75 on ")]
+        ("code", "reason"),
+        [
+            (85, "asked to run again"),
+            (75, "asked for other nodes (rank 1 on node-1: exit 75; see "),
+        ],
     )
     def test_members_that_ask_to_run_again_are_no_failure(self, code: int, reason: str) -> None:
         runner, (first, second) = self.begun(error_budget=0, checkpointing=Checkpointing())
@@ -500,7 +518,13 @@ class TestRunner:
         runner.handle(ResultStored(None, ()), at(5))
         outcome = runner.record.outcome
         assert outcome is not None and (outcome.kind, outcome.exit_code) == ("failed", 3)
-        assert outcome.detail.startswith("failed (exit 3 on ")
+        assert outcome.detail == f"failed (rank 1 on node-1: exit 3; see `mesh logs --rank 1 {format_job(JOB)[:8]}`)"
+
+    def test_many_failed_ranks_leave_room_for_the_command_that_shows_more(self) -> None:
+        ranks = [RankFailed(number, f"node-{number}", 1, "x" * 999) for number in range(1, 40)]
+        words = of_ranks(ranks, JOB)
+        assert len(words) < SAID - 100 and "rank 4 on node-4: x" in words and "rank 5" not in words
+        assert words.endswith(f"and 35 more; see `mesh logs --rank 1 {format_job(JOB)[:8]}`")
 
     @pytest.mark.parametrize("checkpointing", [None, Checkpointing()])
     @pytest.mark.parametrize(

@@ -239,7 +239,8 @@ def test_late_checkpoint_does_not_end_the_job_twice() -> None:
     world = running()
     world.tell(CheckpointFound())
     world.tell(CancelWanted())
-    assert kinds(world.tell(exited(137))) == [SaveResult]
+    ended = world.tell(exited(137))
+    assert kinds(ended) == [SaveResult] and StateChanged("saving", "cancelled") in ended, "it was killed by order"
     assert SaveResult not in kinds(world.tell(STORED))
 
 
@@ -248,7 +249,7 @@ def test_notice_saves_releases_the_lease_and_spends_no_error() -> None:
     effects = world.tell(VacateWanted(30.0, "the owner"))
     assert Notify("vacate", 30.0, "the owner") in effects
     assert world.tell(VacateWanted(5.0, "again")) == []
-    assert kinds(world.tell(exited(85))) == [SaveCheckpoint]
+    assert StateChanged("saving", "exit 85") in (last := world.tell(exited(85))) and kinds(last) == [SaveCheckpoint]
     ended = [effect for effect in world.tell(STORED) if isinstance(effect, Ended)]
     assert ended == [Ended("vacated: the owner")]
     record = records(world)[0]

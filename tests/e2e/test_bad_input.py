@@ -260,8 +260,8 @@ def test_calls_of_strangers_and_malformed_calls_are_refused_and_counted(shared: 
             ("PUT", "/v1/manifests/" + "ab" * 32),
             ("GET", "/v1/manifests/" + "zz" * 32),
             ("GET", "/v1/jobs/" + "ab" * 16 + "/spec"),
-            ("GET", "/v1/jobs/" + "ab" * 16 + "/log/x?offset=-1"),
-            ("GET", "/v1/jobs/" + "ab" * 16 + "/log/0?offset=99"),
+            ("GET", "/v1/jobs/" + "ab" * 16 + "/log/x/" + "ab" * 32 + "?offset=-1"),
+            ("GET", "/v1/jobs/" + "ab" * 16 + "/log/0/" + "ab" * 32 + "?offset=99"),
         ]
     ),
     body=st.one_of(st.binary(max_size=200), st.lists(st.binary(max_size=40), max_size=4).map(msgspec.msgpack.encode)),

@@ -1,6 +1,7 @@
 """Gang jobs on real daemons: all members start together, and the gang resumes after the loss of one."""
 
 import hashlib
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from mesh.daemon.stack import Stack, StackNode
 from tests.e2e.commands import (
     ENDLESS,
+    WAIT_S,
     count_of,
     end_of,
     finished,
@@ -21,6 +23,7 @@ from tests.e2e.commands import (
     read,
     running_with_checkpoint,
     send,
+    start,
     until,
 )
 
@@ -119,7 +122,7 @@ def test_failed_gang_member_fails_the_job(make_stack: Callable[..., Stack]) -> N
     user = stack.nodes[0]
     job = submit(user, "3", "20", steps=60)
     end = finished(user, job)
-    assert end["state"] == "failed" and "exit 3 on node" in end["outcome"]["detail"]
+    assert end["state"] == "failed" and ": exit 3; see `mesh logs --rank " in end["outcome"]["detail"]
     until(lambda: free(user) == 3, "all slots to be free")
 
 
@@ -135,7 +138,7 @@ def test_gang_is_not_done_before_its_last_rank(make_stack: Callable[..., Stack],
     go_on.touch()
     end = finished(user, job)
     assert end["state"] == "failed" and end["outcome"]["exit_code"] == 4
-    assert f"exit 4 on {waits['gang'][0]}" in end["outcome"]["detail"]
+    assert f"rank 1 on {waits['gang'][0]}: exit 4" in end["outcome"]["detail"]
     until(lambda: free(user) == 2, "all slots to be free")
 
 
@@ -147,3 +150,38 @@ def test_cancel_ends_all_gang_members(make_stack: Callable[..., Stack]) -> None:
     ok(user, "cancel", job)
     until(lambda: free(user) == 3, "all slots to be free")
     assert not any(read(node, "status")["guests"] for node in stack.nodes)
+
+
+def test_output_of_each_rank_can_be_read(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
+    stack = make_stack(4)
+    user, go_on = stack.nodes[0], tmp_path / "go-on"
+    ok(user, "pause")
+    program = f"echo rank $RANK begins; until [ -e {go_on} ]; do sleep 0.1; done; echo rank $RANK goes on;"
+    program += " [ $RANK = 2 ] || exec sleep 600; echo its data is damaged; exit 3"
+    job = ok(user, "submit", "--nodes", "3", "--grace", "10s", "--no-workdir", "--", "sh", "-c", program).strip()
+    follower = start(user, "logs", "-f", "--rank", "1", job)
+    assert follower.stdout is not None and follower.stdout.readline() == "rank 1 begins\n"
+    hosts = [stack.node(nick) for nick in gang_of(job_state(user, job))]
+    for rank in range(3):
+        until(lambda rank=rank: ok(user, "logs", "--rank", str(rank), job) == f"rank {rank} begins\n", "its output")
+        text = f"rank {rank} begins\n"
+        until(
+            lambda text=text: any(text in path.read_text() for path in user.where.logs.rglob("*.copy")),
+            "a copy of the log with a witness",
+        )
+    go_on.touch()
+    end = finished(user, job)
+    assert end["outcome"]["exit_code"] == 3
+    points_to = f"rank 2 on {hosts[2].nick}: exit 3; see `mesh logs --rank 2 {job[:8]}`"
+    assert points_to in end["outcome"]["detail"]
+    told = ok(user, "why", job).split("see `mesh ", 1)[1].split("`")[0]
+    assert mesh(None, *shlex.split(told)).stdout.startswith("rank 2 begins\n"), "the command is about the same daemon"
+    assert ok(user, "logs", "--rank", "2", "-n", "1", job) == "its data is damaged\n"
+    rest, _ = follower.communicate(timeout=WAIT_S)
+    assert follower.returncode == 0 and f"{points_to}: 10 s to save" in rest, "its notice names the rank that failed"
+    none = mesh(user, "logs", "--rank", "3", job)
+    assert none.returncode == 4 and "has no rank 3: it has ranks 0 to 2" in none.stderr
+    send(signal.SIGKILL, hosts[0], hosts[2])
+    for rank in (0, 2):  # from what a witness or the result has: rank 1's node, a witness, must not answer with its own
+        kept = until(lambda rank=rank: ok(user, "logs", "--rank", str(rank), job), "what is kept of its output")
+        assert kept.startswith(f"rank {rank} begins\n")

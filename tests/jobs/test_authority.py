@@ -27,7 +27,6 @@ from mesh.jobs.authority import (
     may_read_data,
     may_report,
     may_start,
-    may_write_log,
     runs,
 )
 from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Voter
@@ -690,14 +689,8 @@ def test_events_come_from_those_that_take_part(town: Town) -> None:
         assert {name for name in everybody if may_report(town.credentials(name), record, spec)} == names
 
 
-def test_shares_and_logs_come_from_the_holder(town: Town) -> None:
+def test_shares_come_from_the_holder(town: Town) -> None:
     spec = town.spec("ada")
     held = known(town, spec, holder=town.node("bob"))
-    for name, share, log in (
-        ("bob", True, True),
-        ("ada2", True, False),
-        ("guest", False, False),
-        ("lender", False, False),
-    ):
+    for name, share in (("bob", True), ("ada2", True), ("guest", False), ("lender", False)):
         assert may_give_share(town.credentials(name), held, spec) is share, name
-        assert may_write_log(town.node(name), held) is log, name

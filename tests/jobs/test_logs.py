@@ -28,40 +28,49 @@ from mesh.jobs.logs import COPIES, COPY_MARKS, SENT_BYTES, JobLogs, LogShipping,
 from mesh.rpc.client import PeerClient
 from tests.consensus.worlds import JOB
 
+HOST, MATE = b"h" * 32, b"m" * 32
+
 
 def piece(offset: int, data: bytes, unix_ms: int = 7000) -> LogPiece:
     return LogPiece(offset, data, ((unix_ms, offset + len(data)),))
 
 
 def copied(logs: JobLogs, offset: int) -> bytes:
-    found = logs.read_copy(JOB, 0, offset)
+    found = logs.read_copy(JOB, 0, HOST, offset)
     return found.data if found is not None else b""
 
 
 def test_overlapping_pieces_of_a_log_are_joined(tmp_path: Path) -> None:
     logs = JobLogs(tmp_path)
-    assert logs.append_copy(JOB, 0, piece(0, b"hello "), b"ada") == 6 and logs.owner(JOB) == b"ada"
-    assert logs.append_copy(JOB, 0, piece(3, b"lo world", 8000), b"ada") == 11
-    assert logs.append_copy(JOB, 0, piece(0, b"hel", 9000), b"ada") == 11, "a repeated piece changes nothing"
+    assert logs.append_copy(JOB, 0, HOST, piece(0, b"hello "), b"ada") == 6 and logs.owner(JOB) == b"ada"
+    assert logs.append_copy(JOB, 0, HOST, piece(3, b"lo world", 8000), b"ada") == 11
+    assert logs.append_copy(JOB, 0, HOST, piece(0, b"hel", 9000), b"ada") == 11, "a repeated piece changes nothing"
     assert copied(logs, 0) == b"hello world" and copied(logs, 6) == b"world"
-    assert copied(logs, 11) == b"" and logs.read_copy(JOB, 1, 0) is None
-    assert logs.read_copy(JOB, 0, 2) == LogPiece(2, b"llo world", ((7000, 6), (8000, 11)))
+    assert copied(logs, 11) == b"" and logs.read_copy(JOB, 1, HOST, 0) is None
+    assert logs.read_copy(JOB, 0, HOST, 2) == LogPiece(2, b"llo world", ((7000, 6), (8000, 11)))
+
+
+def test_nodes_of_a_gang_have_a_copy_each(tmp_path: Path) -> None:
+    logs = JobLogs(tmp_path)
+    for node, text in ((HOST, b"rank 0"), (MATE, b"rank 1")):
+        logs.append_copy(JOB, 0, node, piece(0, text), b"ada")
+    assert logs.read_copy(JOB, 0, MATE, 0) == piece(0, b"rank 1") and copied(logs, 0) == b"rank 0"
 
 
 def test_copy_of_a_log_starts_over_after_missing_parts(tmp_path: Path) -> None:
     logs = JobLogs(tmp_path)
-    logs.append_copy(JOB, 0, piece(0, b"begin"), b"ada")
-    assert logs.append_copy(JOB, 0, piece(100, b"end", 8000), b"ada") == 103
-    assert logs.read_copy(JOB, 0, 0) == piece(100, b"end", 8000)
+    logs.append_copy(JOB, 0, HOST, piece(0, b"begin"), b"ada")
+    assert logs.append_copy(JOB, 0, HOST, piece(100, b"end", 8000), b"ada") == 103
+    assert logs.read_copy(JOB, 0, HOST, 0) == piece(100, b"end", 8000)
 
 
 def test_copy_keeps_only_the_end_of_a_long_log(tmp_path: Path) -> None:
     logs, kept = JobLogs(tmp_path), logs_module.COPY_KEPT_BYTES
     end = 0
     for number in range(12):
-        end = logs.append_copy(JOB, 0, piece(end, bytes([number]) * (kept // 4), 1000 * number), b"ada")
+        end = logs.append_copy(JOB, 0, HOST, piece(end, bytes([number]) * (kept // 4), 1000 * number), b"ada")
     assert end == 3 * kept
-    tail = logs.read_copy(JOB, 0, end - kept // 4)
+    tail = logs.read_copy(JOB, 0, HOST, end - kept // 4)
     assert tail == piece(end - kept // 4, bytes([11]) * (kept // 4), 11_000)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.copy")) <= 2 * kept + 16
 
@@ -70,19 +79,19 @@ def test_copy_keeps_the_last_times(tmp_path: Path) -> None:
     logs = JobLogs(tmp_path)
     for start in range(0, 2 * COPY_MARKS, COPY_MARKS // 2):
         marks = tuple((1000 * at, at) for at in range(start + 1, start + COPY_MARKS // 2 + 1))
-        logs.append_copy(JOB, 0, LogPiece(start, b"x" * len(marks), marks), b"ada")
-    found = logs.read_copy(JOB, 0, 0)
+        logs.append_copy(JOB, 0, HOST, LogPiece(start, b"x" * len(marks), marks), b"ada")
+    found = logs.read_copy(JOB, 0, HOST, 0)
     assert found is not None and len(found.data) == 2 * COPY_MARKS and len(found.marks) == COPY_MARKS
     assert found.marks[-1] == (2000 * COPY_MARKS, 2 * COPY_MARKS)
 
 
 def test_damaged_copy_starts_over(tmp_path: Path) -> None:
     logs = JobLogs(tmp_path)
-    logs.append_copy(JOB, 0, piece(0, b"begin"), b"ada")
+    logs.append_copy(JOB, 0, HOST, piece(0, b"begin"), b"ada")
     (path,) = tmp_path.rglob("*.copy")
     path.write_bytes(b"rubbish")
     assert copied(logs, 0) == b""
-    assert logs.append_copy(JOB, 0, piece(5, b"more"), b"ada") == 9 and copied(logs, 5) == b"more"
+    assert logs.append_copy(JOB, 0, HOST, piece(5, b"more"), b"ada") == 9 and copied(logs, 5) == b"more"
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=8))
@@ -90,9 +99,9 @@ def test_copy_contains_only_printed_output(tmp_path_factory: object, pieces: lis
     whole = bytes(range(100))
     logs = JobLogs(tmp_path_factory.mktemp("logs"))  # type: ignore[attr-defined]
     for offset, length in pieces:
-        end = logs.append_copy(JOB, 0, piece(offset, whole[offset : offset + length]), b"ada")
+        end = logs.append_copy(JOB, 0, HOST, piece(offset, whole[offset : offset + length]), b"ada")
         assert end >= offset + length
-    found = logs.read_copy(JOB, 0, 0)
+    found = logs.read_copy(JOB, 0, HOST, 0)
     assert (found is None) == (not pieces)
     if found is not None:
         assert found.data == whole[found.offset : found.end] and found == decode_piece(encode_piece(found))

@@ -30,6 +30,7 @@ from mesh.jobs.log_times import (
 from mesh.jobs.logs import COPY_KEPT_BYTES, COPY_MARKS
 from mesh.jobs.service import JobService
 from mesh.model.record import Attempt
+from mesh.model.spec import format_job
 from mesh.rpc.client import PeerClient, PeerError
 from mesh.rpc.streams import Patience
 from mesh.util.errors import ExitCode, MeshError
@@ -54,7 +55,7 @@ class LogReader:
                 await self._jobs.job_table.next_change(job).wait()
 
     async def follow_log(self, text: str, query: LogQuery) -> AsyncGenerator[bytes, None]:
-        """Yield the job's output of all attempts, or of one; with `follow`, until it ends."""
+        """Yield the output of one rank of the job, of all attempts or of one; with `follow`, until it ends."""
         found = self._lookup.find_job(text)
         job, known = found.job, {attempt.number: attempt for attempt in await self._lookup.attempts(found)}
         only = query.attempt
@@ -62,6 +63,7 @@ class LogReader:
             raise MeshError(
                 f"job {text!r} has had no attempt {only} so far: `mesh describe` lists them", ExitCode.NOT_FOUND
             )
+        await self._check_rank(found, known.values(), query.rank)
         lines = LineSelector(query.since_unix_ms, query.timestamps)
         given: dict[int, int] = {}
         complete: set[int] = set()  # ended attempts, read to their last byte
@@ -75,7 +77,10 @@ class LogReader:
                     continue
                 if attempt.reason or status.outcome is not None:
                     complete.add(number)
-                async for piece in self._attempt_log(status, attempt, given.get(number, 0), query):
+                node = attempt.node_of(query.rank)
+                if node is None:
+                    continue
+                async for piece in self._attempt_log(status, attempt, node, given.get(number, 0), query):
                     if shown := lines.select(number, given.get(number, 0), piece):
                         yield shown
                     given[number] = piece.end
@@ -83,39 +88,55 @@ class LogReader:
                 return
             await self._pause(job)
 
+    async def _check_rank(self, status: JobStatus, attempts: Iterable[Attempt], rank: int) -> None:
+        """Check that the job had this rank, or may have it in a later attempt."""
+        if rank == 0 or any(attempt.node_of(rank) for attempt in attempts):
+            return
+        most = (await self._lookup.spec_of(status)).most_nodes
+        if rank >= most:
+            ranks = f"ranks 0 to {most - 1}" if most > 1 else "rank 0 only"
+            words = f"job {format_job(status.job)[:8]} has no rank {rank}: it has {ranks} (`--nodes {most}`)"
+            raise MeshError(words, ExitCode.NOT_FOUND)
+
     async def _attempt_log(
-        self, status: JobStatus, attempt: Attempt, offset: int, query: LogQuery
+        self, status: JobStatus, attempt: Attempt, node: bytes, offset: int, query: LogQuery
     ) -> AsyncIterator[LogPiece]:
-        """Yield an attempt's log from `offset`: from the node where it ran if that answers, else from a copy."""
+        """Yield a node's log of an attempt from `offset`: from that node if it answers, else from a copy."""
         runs = status.outcome is None and not attempt.reason
         given, reachable = offset, self._reachable()
-        sources = [attempt.node] if attempt.node in reachable else []
+        sources = [node] if node in reachable else []
         if not sources or not runs:
-            sources += [node for node in status.witnesses if node in reachable]
+            sources += [witness for witness in status.witnesses if witness in reachable]
         for source in sources:
             follow, since_ms = query.follow and runs, query.since_unix_ms or 0
-            async for piece in self._from(source, status.job, attempt.number, given, follow, since_ms):
+            async for piece in self._from(source, status.job, attempt.number, node, given, follow, since_ms):
                 given = piece.end
                 yield piece
             if given > offset:
                 break
-        if given == 0 and not runs and (kept := await self._kept_log(status, attempt.number)) is not None:
+        kept_with_job = node == attempt.node  # checkpoints and results are rank 0's
+        if (
+            kept_with_job
+            and given == 0
+            and not runs
+            and (kept := await self._kept_log(status, attempt.number)) is not None
+        ):
             yield kept
 
     async def _from(
-        self, node: bytes, job: bytes, number: int, offset: int, follow: bool, since_ms: int
+        self, source: bytes, job: bytes, number: int, node: bytes, offset: int, follow: bool, since_ms: int
     ) -> AsyncIterator[LogPiece]:
-        """Yield what a node has of an attempt's log: the log itself, or a witness's copy."""
-        if node == self._lookup.me:
-            async for piece in self.tail(job, number, offset, follow, since_ms):
+        """Yield what `source` has of the log of an attempt on `node`: the log itself, or a witness's copy."""
+        if source == self._lookup.me:
+            async for piece in self.tail(job, number, node, offset, follow, since_ms):
                 yield piece
             return
-        path = f"/v1/jobs/{job.hex()}/log/{number}?offset={offset}&follow={int(follow)}&since={since_ms}"
+        path = f"/v1/jobs/{job.hex()}/log/{number}/{node.hex()}?offset={offset}&follow={int(follow)}&since={since_ms}"
         patience = Patience()
         with suppress(PeerError, ValueError, TimeoutError, asyncio.IncompleteReadError):
             async with AsyncExitStack() as stack:
                 async with patience.waiting():
-                    response = await stack.enter_async_context(self._peers.stream(node, "GET", path, b""))
+                    response = await stack.enter_async_context(self._peers.stream(source, "GET", path, b""))
                 content = response.content
                 while True:
                     # A job that runs may print nothing for hours; the log of one that is over has no pauses.
@@ -150,11 +171,15 @@ class LogReader:
         times = _joined(self._store.read_file(manifest, str(times_path(Path(path))), cipher), COPY_MARKS * MARK_BYTES)
         return checked(LogPiece(0, data, tuple(decode_marks(times))))
 
-    async def tail(self, job: bytes, number: int, offset: int, follow: bool, since_ms: int) -> AsyncIterator[LogPiece]:
-        """Yield the output of an attempt here from `offset`, at least all since that time; with `follow`, until it has ended."""
+    async def tail(
+        self, job: bytes, number: int, node: bytes, offset: int, follow: bool, since_ms: int
+    ) -> AsyncIterator[LogPiece]:
+        """Yield what this node has of an attempt's output on `node`, from `offset`, at least all since that time; with `follow`,
+        until it has ended, if it runs here.
+        """
         path = self._jobs.logs.path(job, number)
-        if not path.exists():
-            copy = await asyncio.to_thread(self._jobs.logs.read_copy, job, number, offset)
+        if node != self._lookup.me or not path.exists():
+            copy = await asyncio.to_thread(self._jobs.logs.read_copy, job, number, node, offset)
             if copy is not None:
                 yield copy
             return

@@ -36,7 +36,7 @@ from mesh.images.allowlist import image_hash
 from mesh.images.library import Library, NotGiven
 from mesh.images.messages import decode_pieces, encode
 from mesh.images.rules import short
-from mesh.jobs.authority import is_user, may_order_image, may_write_log
+from mesh.jobs.authority import is_user, may_order_image, runs
 from mesh.jobs.log_times import decode_piece
 from mesh.jobs.message_sender import BATCH_BYTES, BATCH_LIMIT, decode_batch
 from mesh.jobs.service import JobService
@@ -117,7 +117,7 @@ class PeerHandlers:
             ("GET", "/v1/jobs/{job}/control/{name}", self._control, Bound(answer=MAX_MESSAGE_BYTES)),
             ("GET", "/v1/jobs/{job}/events", self._events, Bound(answer=MAX_EVENTS)),
             ("GET", "/v1/jobs/{job}/files", self._files, None),
-            ("GET", "/v1/jobs/{job}/log/{attempt}", self._log, None),
+            ("GET", "/v1/jobs/{job}/log/{attempt}/{node}", self._log, None),
             ("PUT", "/v1/jobs/{job}/log/{attempt}", self._put_log, Bound(MAX_LOG_PIECE)),
             ("GET", "/v1/usage", self._usage, Bound(answer=MAX_RECORDS)),
             ("PUT", "/v1/submissions/{job}", self._keep_submission, Bound(MAX_MESSAGE_BYTES)),
@@ -334,16 +334,16 @@ class PeerHandlers:
         return web.Response(body=data)
 
     async def _put_log(self, request: web.Request) -> web.Response:
-        """Store a piece of an attempt's log from the node that runs it; answer with the length of the copy."""
+        """Store a piece of an attempt's log from a node that runs it; answer with the length of the copy."""
         credentials, body = await self._admit(request)
         job = id_in(request, "job", 16)
         attempt = _number(request.match_info["attempt"])
         witness = self._jobs.participant.witnesses.get(job)
-        if witness is None or not may_write_log(credentials.node_id, witness.witness_record):
+        if witness is None or not runs(credentials.node_id, (known := witness.witness_record).holder, known.record):
             self._counters["refused_foreign"] += 1
-            raise web.HTTPForbidden(text="only the job's runner keeps its log with its witnesses")
+            raise web.HTTPForbidden(text="only nodes that run the job keep its logs with its witnesses")
         piece, user = self._read(decode_piece, body), witness.spec.user_key
-        end = await asyncio.to_thread(self._jobs.logs.append_copy, job, attempt, piece, user)
+        end = await asyncio.to_thread(self._jobs.logs.append_copy, job, attempt, credentials.node_id, piece, user)
         return web.Response(text=str(end))
 
     async def _keep_submission(self, request: web.Request) -> web.Response:
@@ -369,7 +369,8 @@ class PeerHandlers:
     async def _log(self, request: web.Request) -> web.StreamResponse:
         credentials, _ = await self._admit(request)
         job = id_in(request, "job", 16)
-        attempt, offset = _number(request.match_info["attempt"]), _number(request.query.get("offset", "0"))
+        attempt, node = _number(request.match_info["attempt"]), id_in(request, "node", 32)
+        offset = _number(request.query.get("offset", "0"))
         owner = await asyncio.to_thread(self._jobs.logs.owner, job)
         if owner is None:
             raise web.HTTPNotFound(text="the job has not run here, or long ago")
@@ -379,7 +380,7 @@ class PeerHandlers:
         response = web.StreamResponse()
         await response.prepare(request)
         follow, since_ms = request.query.get("follow") == "1", _number(request.query.get("since", "0"))
-        async for piece in self._logs.tail(job, attempt, offset, follow, since_ms):
+        async for piece in self._logs.tail(job, attempt, node, offset, follow, since_ms):
             await response.write(framed(piece))
         await response.write_eof()
         return response
