@@ -345,7 +345,7 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
     if not any(row[-1] for row in rows):
         header, rows = header[:-1], [row[:-1] for row in rows]
     spare = ["MOVES", "USER", "STEP", "CHECKPOINT", "NODE", "TIME", "AT RISK", "COMMAND", "NAME"]
-    table(header, rows, spare=[name for name in spare if name != header[-1]], cut={"NAME": 20, "COMMAND": 30})
+    table(header, rows, spare=[name for name in spare if name != header[-1]], cut={"COMMAND": 24, "NAME": 20})
 
 
 def _time_s(row: dict[str, Any]) -> float:

@@ -20,6 +20,7 @@ LEAST = 24  # columns for text that wraps: on a narrower terminal its own line b
 LINE = 65_536  # characters of a line; an invite has about 2,000 (own choice)
 CELL = 200  # characters of a cell, but the last of a row (own choice)
 _COMMAND = re.compile(r"(?<=`)mesh (?!--state )|(?<=&& )mesh (?!--state )")
+LAST_CUT = 40  # columns of the last column for which others are cut (own choice)
 LAST = 12  # columns that the last column keeps before others are left out for it (own choice)
 
 
@@ -114,17 +115,20 @@ def table(
 ) -> None:
     """Print rows in columns as wide as they need to be.
 
-    On a terminal, the columns in `cut` are at most that wide, unless they are the last. One that is too narrow loses the columns
-    named in `spare`, in that order; the last column is cut, or wraps if `whole`.
+    On a terminal that is too narrow for all, the columns in `cut` are cut first, in their middle, to no fewer characters than
+    these, unless they are the last; then it loses the columns named in `spare`, in that order; the last column is cut, or wraps
+    if `whole`.
     Control characters are removed: other users choose some of the names.
     """
     told = (lambda text: text) if header[-1] == "COMMAND" else suggested  # a message, unless it is a job's own command
     rows = [[*(_sanitized(cell, CELL) for cell in row[:-1]), _sanitized(told(row[-1]), LINE)] for row in rows]
     room, kept = _room(), list(range(len(header)))
-    if room is not None and cut:
-        most = [cut.get(name, CELL) for name in header[:-1]]
-        rows = [[*map(_cut, row[:-1], most), row[-1]] for row in rows]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for name, least in (cut or {}).items() if room is not None else ():
+        column, wanted = header.index(name), sum(widths[:-1]) + 2 * (len(widths) - 1) + min(LAST_CUT, widths[-1])
+        if column < len(header) - 1:
+            widths[column] = min(widths[column], max(least, widths[column] - max(0, wanted - (room or 0))))
+    rows = [[*map(_cut_inside, row[:-1], widths), row[-1]] for row in rows]
     for name in spare:
         if room is None or sum(widths[c] + 2 for c in kept[:-1]) + min(LAST, widths[kept[-1]]) <= room:
             break
@@ -146,6 +150,12 @@ def table(
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _cut_inside(text: str, most: int) -> str:
+    """Cut a name or a command in its middle: those of one sweep differ at their ends."""
+    begin = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:begin]}…{text[len(text) - (most - 1 - begin) :]}"
 
 
 def _room() -> int | None:

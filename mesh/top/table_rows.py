@@ -134,7 +134,7 @@ def called(job: str, name: str) -> str:
 
 
 def job_row(job: Job, now: float, news: bool) -> Row:
-    over = job.state in OVER
+    over, details = job.state in OVER, doing(job.detail, _saving(job))
     step = "" if job.step is None else f"{job.step}/{job.of}" if job.of else str(job.step)
     saved, kept = "", job.checkpoint
     if kept is not None:
@@ -155,7 +155,7 @@ def job_row(job: Job, now: float, news: bool) -> Row:
             Cell(due),
             Cell(job.user),
             Cell("-" if not job.gpus else f"{job.gpus * job.gpu_share / 100:g}"),
-            Cell(doing(job.detail, _saving(job)) or job.command, "dim"),
+            Cell(f"{job.command}  {details}".rstrip() if over else details or job.command, "dim"),
         ),
     )
 

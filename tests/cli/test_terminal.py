@@ -128,6 +128,24 @@ def test_table_drops_columns_on_narrow_terminal(
     assert lines[0].split() == left.split() and all(len(line) <= int(columns) for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        ("80", "abcd  april-17  failed  python train.py --config base.yaml --lr 0.7  exit 3"),
+        ("55", "abcd  april-17  failed  python trai…ml --lr 0.7  exit 3"),
+        ("44", "abcd  april-17  python tr…l --lr 0.7  exit 3"),
+    ],
+)
+def test_commands_of_one_sweep_differ_however_narrow_the_terminal(
+    columns: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    row = ["abcd", "april-17", "failed", "python train.py --config base.yaml --lr 0.7", "exit 3"]
+    header = ["JOB", "NAME", "STATE", "COMMAND", "DETAIL"]
+    table(header, [row], spare=["STATE", "COMMAND"], cut={"COMMAND": 20, "NAME": 20})
+    assert capsys.readouterr().out.splitlines()[1] == line
+
+
 def test_table_is_not_truncated_without_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +248,7 @@ def test_long_name_is_cut_on_terminals_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [["a", "n" * 60, "true"]]
-    for columns, shown in (("100", "n" * 9 + "…"), (None, "n" * 60)):
+    for columns, shown in (("100", "n" * 60), ("20", "nnnn…nnnnn"), (None, "n" * 60)):
         if columns:
             monkeypatch.setenv("COLUMNS", columns)
         else:

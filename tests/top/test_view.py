@@ -49,6 +49,14 @@ def keys(view: View, name: str) -> list[str]:
     return [row.key for row in view.tables()[name].rows]
 
 
+def test_row_of_a_failed_job_has_its_command_and_why() -> None:
+    job = msgspec.structs.replace(
+        look().jobs[0], state="failed", command="train.py --lr 0.7", detail="exit 3", saving=None
+    )
+    (row,) = seen(look(jobs=[job])).tables()["jobs"].rows
+    assert row.cells[-1].text == "train.py --lr 0.7  exit 3"
+
+
 def test_totals_equal_the_sums_of_the_rows() -> None:
     totals = seen(one := look()).totals()
     assert (totals.nodes, totals.alive, totals.lending) == (3, 3, 3)
