@@ -25,6 +25,7 @@ EXIT_CODES: dict[Result, int] = {
     "resumes inexactly": 14,
 }
 LINES_TOLD = 5
+BUSY = 2.0  # programs that want each CPU: the nodes then run at half their speed (own choice)
 AT_ONCE_S = 2.0  # a guest that ignores the notice has been killed by then (own choice)
 NARROW_SHARE = (
     0.7  # of its grace that a save may take; on a slower disk or network, more would be too long (own choice)
@@ -271,6 +272,15 @@ def _warnings(observations: Observations, compared: tuple[Compared, ...], result
         found.append(Finding("warning", f"a checkpoint could not be stored: {observations.directory_state.trouble}"))
     if result == "resumes" and results_differ([*compared]):
         found.append(_differs(observations))
+    if result in {"inconclusive", "never checkpoints"} and observations.load >= BUSY:
+        found.append(
+            Finding(
+                "note",
+                f"this machine is busy: {observations.load:.0f} programs want each of its CPUs, so its nodes see and store "
+                "late what the job does, and a short job is over by then",
+                "rehearse it again when the machine has less to do, or rehearse a longer job, with a higher --limit",
+            )
+        )
     return found
 
 

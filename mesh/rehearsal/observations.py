@@ -119,7 +119,9 @@ class DirectoryState(msgspec.Struct, frozen=True):
 
 
 class Observations(msgspec.Struct, frozen=True):
-    """All observations: the run with departures, up to two runs without, and the request."""
+    """All observations: the run with departures, up to two runs without, and the request. `load`: programs that wanted each CPU
+    of this machine (the kernel's average over a minute, per CPU).
+    """
 
     directory: str
     mode: str
@@ -128,3 +130,4 @@ class Observations(msgspec.Struct, frozen=True):
     directory_state: DirectoryState = DirectoryState()
     limit_s: float = 0.0
     limit_hit: bool = False
+    load: float = 0.0

@@ -4,6 +4,7 @@ The first departure has a notice, as when an owner returns. The second is a sudd
 is its average cost. If the job shows that it does not resume, the rest is skipped.
 """
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -63,6 +64,7 @@ class Rehearsal:
             directory_state=observer.directory_state(),
             limit_s=self._plan.limit_s,
             limit_hit=limit_hit,
+            load=os.getloadavg()[0] / (os.cpu_count() or 1),
         )
 
     # --- the disturbed run

@@ -202,6 +202,15 @@ def test_job_that_reports_nothing_is_inconclusive() -> None:
     assert evaluation.findings[0].said == ("hello",) and "Progress" in evaluation.findings[0].next
 
 
+@pytest.mark.parametrize(("load", "told"), [(0.9, 1), (7.4, 2)])
+def test_busy_machine_is_named_where_it_may_be_why_nothing_shows(load: float, told: int) -> None:
+    quick = good(attempts=good().attempts[:1], noticed=None, sudden=None, outcome="done")
+    evaluation = evaluated(quick, load=load)
+    assert evaluation.result == "inconclusive" and len(evaluation.findings) == told
+    assert told == 1 or "7 programs want each of its CPUs" in evaluation.findings[1].text
+    assert evaluated(good(), alone(), load=load).findings == (), "a clear result needs no excuse"
+
+
 NOTHING = ("stays empty", "absolute path")
 
 
