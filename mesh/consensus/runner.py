@@ -660,7 +660,8 @@ class Runner:
         outcome = Outcome(
             kind=kind,
             detail=shortened(self._ending + (f"; {event.detail}" if event.detail else "")),
-            exit_code=self._exited.code if self._exited is not None else None,
+            # Of a job that was out of time it is only how the notice ended.
+            exit_code=self._exited.code if self._exited is not None and not self._time_up else None,
             manifest=event.manifest,
             holders=event.holders[:MOST_LISTED],
             ended_unix_ms=at.unix_ms,

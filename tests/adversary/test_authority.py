@@ -128,7 +128,7 @@ async def call(scene: Scene, row: Row, actor: Actor) -> bool:
         case "mate's files":
             return await actor.admitted(scene.mate, "GET", f"{job}/files?path={work}")
         case "log":
-            return await actor.admitted(scene.runner, "GET", f"{job}/log/0/{scene.town.node(scene.runner).hex()}")
+            return await actor.admitted(scene.runner, "GET", f"{job}/log/0/{scene.town.id(scene.runner).hex()}")
         case "control":
             return await actor.admitted(scene.runner, "GET", f"{job}/control/none.json")
         case "key":

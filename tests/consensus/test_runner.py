@@ -271,6 +271,7 @@ def test_job_past_its_max_time_gets_notice_saves_and_fails() -> None:
     assert SaveResult in kinds(world.tell(STORED))
     (end,) = [effect for effect in world.tell(RESULT) if isinstance(effect, Concluded)]
     assert end.outcome.kind == "failed" and "its 100 s" in end.outcome.detail
+    assert end.outcome.exit_code is None, "the code is that of the notice's end: `mesh run` exits with 125"
 
 
 def test_user_moves_the_job_to_another_node() -> None:

@@ -80,7 +80,7 @@ class TestNegativeControls:
         assert found(lambda seed: JobsWorld(seed, work=failing, job_checkers=[JustEnds()])).startswith("end")
 
     def test_exit_at_a_notice_that_counts_as_a_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("mesh.consensus.contract._TERMINATED", frozenset[int]())
+        monkeypatch.setattr("mesh.consensus.contract.TERMINATED", frozenset[int]())
         stubborn = WorkPlan(stubborn=1.0)
         faults = FaultPlan(incidents=("notice",), incident_every_s=10.0, news_every_s=0.0, until_s=300.0)
         assert found(lambda seed: JobsWorld(seed, faults=faults, work=stubborn, job_checkers=[JustEnds()])).startswith(
