@@ -7,8 +7,8 @@ a job calls `ready`, which has the engine pull the image from this node's regist
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from membership.events import MemberView
@@ -43,17 +43,12 @@ TRIM_S = 60.0
 TELL_S = 0.5  # between reports of progress
 NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB in all (own choice)
 AGAIN_S = 10.0  # before another try to write a list (own choice)
-AT_ONCE = 8  # streams to other nodes; more would slow all of them (own choice)
 
 log = logging.getLogger(__name__)
 
 
 class NotGiven(Exception):
-    """This node does not give a blob, or not now (`busy`); the text says why."""
-
-    def __init__(self, text: str, busy: bool = False) -> None:
-        super().__init__(text)
-        self.busy = busy
+    """This node does not give a blob; the text says why."""
 
 
 class Library:
@@ -95,7 +90,7 @@ class Library:
         }
         self.engine = self._stores["docker"]
         self._engine_ok = False
-        self._turn, self._giving = asyncio.Semaphore(), asyncio.Semaphore(AT_ONCE)
+        self._turn = asyncio.Semaphore()
         self._showing: dict[str, float] = {}
         self._writing: asyncio.Task[None] | None = None
         self._missed: dict[str, float] = {}  # since when no node ranked before this one publishes a list
@@ -382,16 +377,12 @@ class Library:
         holders = dict.fromkeys(node for one in images.values() for node in nodes.get(one.config[:SHORT], ()))
         return Origin(list(holders), [*images, *([name] if name else ())])
 
-    @asynccontextmanager
-    async def giving(self, digest: bytes, pieces: Sequence[int]) -> AsyncIterator[Iterator[bytes]]:
-        """Give another node pieces of a blob of the list, for the duration of the block. NotGiven if this node does not."""
-        if self._giving.locked():
-            raise NotGiven("this node gives images to enough others now", busy=True)
-        async with self._giving:
-            listed = await asyncio.to_thread(self._names, digest, self.rules.shared.values())
-            if not listed or await asyncio.to_thread(self._store.use, digest) is None:
-                raise NotGiven("this node does not give that blob, or has none of that digest")
-            yield self._store.pieces(digest, pieces)
+    async def given(self, digest: bytes, pieces: Sequence[int]) -> Iterator[bytes]:
+        """Return pieces of a blob of the list, for another node. NotGiven if this node does not give them."""
+        listed = await asyncio.to_thread(self._names, digest, self.rules.shared.values())
+        if not listed or await asyncio.to_thread(self._store.use, digest) is None:
+            raise NotGiven("this node does not give that blob, or has none of that digest")
+        return self._store.pieces(digest, pieces)
 
     # --- the mesh's list
 

@@ -15,6 +15,7 @@ from membership.addresses import is_endpoint
 from membership.identity import Identity, NodeId, short_id
 from membership.malformed import MALFORMED
 from mesh.rpc.frame_connection import MESSAGE_LIMIT, Line
+from mesh.rpc.memory import MAX_REQUESTS_PER_PEER
 from mesh.rpc.pacing import Lane, PacedBody, Wire
 from mesh.rpc.streams import read_within
 from mesh.rpc.tls import client_context, node_name
@@ -23,7 +24,10 @@ from mesh.util.versions import WIRE
 CONNECT_TIMEOUT_S = 3.0  # a peer on a LAN answers in milliseconds, or it is gone
 CALL_TIMEOUT_S = 20.0
 KEEPALIVE_S = 30.0
-CALLS_PER_NODE, TUNNELS_PER_NODE = 16, 40  # connections; together below `mesh.rpc.server.MAX_PER_PEER`
+CALLS_PER_NODE, TUNNELS_PER_NODE = (
+    MAX_REQUESTS_PER_PEER,
+    40,
+)  # connections; together below `mesh.rpc.server.MAX_PER_PEER`
 TUNNELS = 256  # open at a time from this node (own choice)
 READ_BYTES = 1 << 20  # read buffer of a stream; 64 KiB is half as fast (own measurement)
 ANSWER_BYTES = 4 << 20  # of a call, unless it says otherwise (as for a frame of the gossip)

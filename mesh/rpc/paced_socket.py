@@ -18,7 +18,7 @@ UNLIMITED = (1 << 8 * struct.calcsize("@L")) - 1
 STEADY = (b"cubic", b"reno")
 NAME_BYTES = 16  # TCP_CA_NAME_MAX
 # Offsets in struct tcp_info of linux/tcp.h: microseconds, then bytes.
-RTT_AT, ACKED_AT, NOT_SENT_AT, LEAST_RTT_AT = 68, 120, 144, 148
+RTT_AT, ACKED_AT, RECEIVED_AT, NOT_SENT_AT, LEAST_RTT_AT = 68, 120, 128, 144, 148
 INFO_BYTES = 152
 
 log = logging.getLogger(__name__)
@@ -26,11 +26,12 @@ _warned: set[str] = set()
 
 
 class TcpInfo(msgspec.Struct, frozen=True):
-    """The kernel's view of a connection: round-trip times in seconds, bytes acknowledged, bytes not sent yet."""
+    """The kernel's view of a connection: round-trip times in seconds, bytes acknowledged, received, and not sent yet."""
 
     smoothed_s: float
     least_s: float
     acked: int
+    received: int
     not_sent: int
 
 
@@ -79,9 +80,10 @@ class PacedSocket:
         if len(data) < INFO_BYTES:  # before Linux 4.6
             return None
         (smoothed,), (least,) = struct.unpack_from("@I", data, RTT_AT), struct.unpack_from("@I", data, LEAST_RTT_AT)
-        (acked,), (not_sent,) = struct.unpack_from("@Q", data, ACKED_AT), struct.unpack_from("@I", data, NOT_SENT_AT)
+        (acked,), (received,) = struct.unpack_from("@Q", data, ACKED_AT), struct.unpack_from("@Q", data, RECEIVED_AT)
+        (not_sent,) = struct.unpack_from("@I", data, NOT_SENT_AT)
         # The least time is all ones before the first measurement.
-        return TcpInfo(smoothed / 1e6, min(least, smoothed) / 1e6, acked, not_sent)
+        return TcpInfo(smoothed / 1e6, min(least, smoothed) / 1e6, acked, received, not_sent)
 
     def release(self) -> None:
         """Restore the original settings, for the next request on the same connection."""

@@ -22,10 +22,12 @@ from aiohttp.abc import AbstractStreamWriter
 from ckptstore.pacing import FLOOR_BPS, MOST_SHARE, TICK_S, Pace, Rtt
 from membership.identity import NodeId
 from mesh.network.shaping import BULK, HOST, URGENT
+from mesh.rpc.memory import Memory
 from mesh.rpc.paced_socket import PacedSocket
 
 HELD = 0.8  # a stream that sent this part of what its pace allowed was limited by the pace, not by the network (own choice)
 FEW = 8  # background streams at a time (own choice)
+GIVEN, GIVEN_TO_ONE = 16, 8  # answers that are streams, at a time; each reads 9 MiB ahead (own choice)
 DRAIN_S = 5.0  # for the kernel to send the rest of an answer before its connection is released (own choice)
 
 
@@ -48,6 +50,7 @@ class Wire:
         self.budget_bps = budget_bps
         self.owners: WeakKeyDictionary[asyncio.BaseTransport, Lane] = WeakKeyDictionary()
         self.classed = False  # streams set their traffic class
+        self.giving = Memory(GIVEN_TO_ONE, GIVEN)  # a stream counts one
         self.sent: Counter[str] = Counter()  # bytes acknowledged by peers in ended streams, by urgency
         self._open: list[Lane] = []
 

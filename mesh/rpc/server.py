@@ -14,8 +14,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import NamedTuple, cast
 
@@ -26,6 +25,7 @@ from membership.identity import Identity, NodeId, short_id
 from membership.listener import Acceptor, Strangers
 from membership.ratelimit import TokenBuckets
 from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, TUNNELS_PER_NODE
+from mesh.rpc.memory import HELD, Memory
 from mesh.rpc.streams import read_within
 from mesh.rpc.tls import PeerObject, server_context
 
@@ -35,7 +35,6 @@ MAX_HANDSHAKES, MAX_HANDSHAKES_PER_HOST = 128, 64  # unfinished, at a time (own 
 PER_HOST_S, STRANGERS_S = 10.0, 50.0
 MAX_PER_PEER = 64  # more than the client of an honest node opens
 MAX_CONNECTIONS = 1024
-MAX_REQUESTS_PER_PEER = CALLS_PER_NODE  # at a time; tunnels are not counted
 FILES_KEPT = 256  # descriptors for the journal, the store and guests
 KEEPALIVE_CLOSE_S = KEEPALIVE_S + 5  # after the client, which then knows; also the time limit of a request's headers
 READ_BYTES = 1 << 17  # a body is read ahead up to twice that, and one piece of 256 KiB more
@@ -241,40 +240,6 @@ class Bound(NamedTuple):
     answer: int = 0
 
 
-class Memory:
-    """Memory for requests that are being answered: most requests at a time and most bytes, of one peer and of all."""
-
-    def __init__(self, per_peer: int, total: int) -> None:
-        self._per_peer, self._total = per_peer, total
-        self._bytes: Counter[NodeId] = Counter()
-        self._requests: Counter[NodeId] = Counter()
-        self._freed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def hold(self, peer: NodeId, size: int) -> AsyncIterator[None]:
-        """Hold `size` bytes for the block; wait until they are free. HTTP 503 if the peer has too many requests."""
-        if self._requests[peer] >= MAX_REQUESTS_PER_PEER:
-            raise web.HTTPServiceUnavailable(text=f"more than {MAX_REQUESTS_PER_PEER} requests at a time")
-        self._requests[peer] += 1
-        try:
-            async with self._freed:
-                await self._freed.wait_for(lambda: self._fits(peer, size))
-                self._bytes[peer] += size
-            try:
-                yield
-            finally:
-                self._bytes[peer] -= size
-                async with self._freed:
-                    self._freed.notify_all()
-        finally:
-            self._requests[peer] -= 1
-            self._requests += Counter()  # drops zeros
-            self._bytes += Counter()
-
-    def _fits(self, peer: NodeId, size: int) -> bool:
-        return self._bytes[peer] + size <= self._per_peer and self._bytes.total() + size <= self._total
-
-
 BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)
 
 
@@ -290,14 +255,18 @@ def bounded(bounds: Mapping[tuple[str, str], Bound | None], memory: Memory) -> M
         bound = bounds.get((request.method, route.canonical)) if route is not None else Bound()
         if bound is None:
             return await handler(request)
-        async with memory.hold(peer_of(request), COPIES * bound.body + bound.answer):
+        length = bound.body if request.content_length is None else min(bound.body, request.content_length)
+        size = COPIES * length + bound.answer
+        async with memory.hold(peer_of(request), size, request.transport) as held:
+            request[HELD] = held
             try:
                 request[BODY] = await _read(request, bound.body)
+                held.waits = False  # but for this node
                 response = await handler(request)
             except web.HTTPException as error:
                 # The server keeps an error, and with it all frames and their bodies, until the connection's next request.
                 response = web.Response(status=error.status, text=error.text)
-            request[BODY] = b""
+            request[BODY], held.waits = b"", True
             if isinstance(response, web.Response) and isinstance(response.body, bytes) and bound.answer:
                 response.body = BytesIO(response.body)  # sent in pieces: TLS takes a whole body at once, and keeps it
                 async with asyncio.timeout(ANSWER_S):

@@ -13,6 +13,8 @@ from aiohttp import ClientError, StreamReader, web
 from ckptstore.errors import StoreError
 from ckptstore.pacing import Background
 from ckptstore.receiver import Receiver
+from membership.identity import NodeId
+from mesh.rpc.memory import HELD
 from mesh.rpc.pacing import Cargo, Lane, Wire
 
 SLICE_BYTES = 1 << 20  # in one write
@@ -84,12 +86,19 @@ class Given(NamedTuple):
     held: bool
 
 
-async def given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Cargo) -> Given:
-    """Send these frames as the answer, as background traffic; return when the other end has all of it.
+async def given(request: web.Request, wire: Wire, frames: Iterator[T], kind: str, to: NodeId, size: int = 0) -> Given:
+    """Send these frames to a node as the answer, as background traffic, in its turn; return when it has all of them.
 
-    If the size of the cargo is known, the answer says it. HTTPBadRequest, which nobody reads any more, if the other end leaves or
+    If the `size` is known (not 0), the answer says it. HTTPBadRequest, which nobody reads any more, if the other end leaves or
     takes less than STALL_BYTES in STALL_S.
     """
+    if (held := request.get(HELD)) is not None:
+        held.waits = True
+    async with wire.giving.hold(to, 1, request.transport):
+        return await _given(request, wire, frames, Cargo(kind, to, size=size))
+
+
+async def _given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Cargo) -> Given:
     response = web.StreamResponse()
     response.content_length = cargo.size or None
     await response.prepare(request)
@@ -131,6 +140,11 @@ async def taken(content: StreamReader, receiver: Receiver) -> int:
     CorruptChunk and other StoreErrors leave nothing; TimeoutError after IDLE_S seconds without data.
     """
     await received(content, receiver)
+    return await finished(receiver)
+
+
+async def finished(receiver: Receiver) -> int:
+    """Make a stream durable that was received whole; return the number of new chunks."""
     return await asyncio.shield(asyncio.to_thread(receiver.finish))  # it closes the pack, whoever leaves meanwhile
 
 

@@ -19,7 +19,7 @@ from membership.identity import Identity
 from membership.trust import TrustStore
 from mesh.daemon.stack import StackNode
 from mesh.rpc.client import Address, PeerClient, PeerError
-from mesh.rpc.server import MAX_REQUESTS_PER_PEER
+from mesh.rpc.memory import MAX_REQUESTS_PER_PEER
 from tests.adversary.neighbour import plain_context, unfinished
 from tests.bench.harness import resident_mib
 from tests.e2e.commands import read

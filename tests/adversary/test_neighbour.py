@@ -10,7 +10,8 @@ from ckptstore.messages import MAX_IDS, MissingQuery, encode_missing_query
 from mesh.daemon.stack import Stack
 from mesh.daemon.systemd import MAX_FILES
 from mesh.rpc import client
-from mesh.rpc.server import MAX_PER_PEER, MAX_REQUESTS_PER_PEER
+from mesh.rpc.memory import MAX_REQUESTS_PER_PEER
+from mesh.rpc.server import MAX_PER_PEER
 from tests.adversary import floods
 from tests.adversary.floods import MIB, Cost, Member, port_of
 from tests.e2e.commands import job_state, ok, running_with_checkpoint, submit_count, until

@@ -16,12 +16,12 @@ from ckptstore.dataset import Link
 from ckptstore.dataset_adder import Adder
 from ckptstore.dataset_store import DataSets
 from ckptstore.messages import ChunkRequest, encode_chunk_request
-from mesh.api.handlers.data import STREAMS, DataHandlers, DataProvider
+from mesh.api.handlers.data import DataHandlers, DataProvider
 from mesh.data.directory import DataDirectory
 from mesh.data.manifest import SECTION, DataManifest, Held, Reader, encode_announced
 from mesh.model.spec import DataNeed
-from mesh.rpc import streams
-from mesh.rpc.pacing import Wire
+from mesh.rpc import memory, streams
+from mesh.rpc.pacing import GIVEN, GIVEN_TO_ONE, Wire
 
 ADA, EVE, LENDER = b"a" * 32, b"e" * 32, b"l" * 32
 EVES = Reader(EVE, "eve")
@@ -133,17 +133,42 @@ async def test_reader_that_does_not_read_is_dropped_and_holds_no_other_up(
     head = f"POST /v1/data/{pictures.hex()}/chunks HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     host, port = giver.url.removeprefix("http://").split(":")
     giver.user = giver.node = EVE
-    idle = [await asyncio.open_connection(host, int(port), limit=1 << 10) for _ in range(STREAMS)]
-    answers = []
-    for reader, writer in idle:
+    idle = [await asyncio.open_connection(host, int(port), limit=1 << 10) for _ in range(GIVEN)]
+    for _, writer in idle:
         writer.write(head.encode() + body)
-        answers.append(await reader.readline())
-    assert [b" 200 " in line for line in answers] == [True] * (STREAMS // 2) + [False] * (STREAMS // 2)
+    giving = giver.wire.giving
+    async with asyncio.timeout(60):
+        while len(giving._waiting) < GIVEN - GIVEN_TO_ONE:
+            await asyncio.sleep(0.01)
+    assert len(giving._held) == GIVEN_TO_ONE
     assert await giver.asked(pictures, LENDER, LENDER) == 200, "another node still gets it"
     async with asyncio.timeout(60):
-        while giver.provider._streams:
+        while giving._held:
             await asyncio.sleep(0.01)
     for _, writer in idle:
+        writer.transport.abort()
+
+
+async def test_readers_that_drip_keep_no_other_out(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "WINDOW_S", 0.5)
+    monkeypatch.setattr(streams, "STALL_S", 3600.0)
+    pictures = await giver.version(1, EVES, Reader(LENDER, "lender"))
+    body = encode_chunk_request(ChunkRequest(giver.chunks))
+    head = f"POST /v1/data/{pictures.hex()}/chunks HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = giver.url.removeprefix("http://").split(":")
+    idle, giving = list[asyncio.StreamWriter](), giver.wire.giving
+    for reader in (EVE, LENDER):
+        giver.user = giver.node = reader
+        for _ in range(GIVEN_TO_ONE):
+            idle.append((await asyncio.open_connection(host, int(port), limit=1 << 10))[1])
+            idle[-1].write(head.encode() + body)
+            async with asyncio.timeout(60):
+                while len(giving._held) < len(idle):
+                    await asyncio.sleep(0.01)
+    assert len(idle) == GIVEN
+    async with asyncio.timeout(60):
+        assert await giver.asked(pictures, ADA, ADA) == 200
+    for writer in idle:
         writer.transport.abort()
 
 

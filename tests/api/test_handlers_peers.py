@@ -1,15 +1,27 @@
-"""Messages of peers: a batch of them comes in one call."""
+"""Messages of peers, a batch in one call, and their uploads."""
 
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from ckptstore.messages import MAX_IDS, encode_ids
 from mesh.api.handlers import peers
-from mesh.api.handlers.peers import PeerHandlers
+from mesh.api.handlers.peers import UPLOADS, UPLOADS_PER_PEER, PeerHandlers
 from mesh.consensus.messages import MessageError
+from mesh.rpc import memory
+from mesh.rpc.client import PeerClient
+from mesh.rpc.pacing import Wire
+from mesh.rpc.streams import sliced
+from tests.ckptstore.worlds import open_store, save, write_tree
+from tests.rpc.nodes import MESH, node_named, serve
 
 ME = b"m" * 32
 BUSY, UNKNOWN = b"start", b"of a newer version"
@@ -66,3 +78,47 @@ def test_longest_answer_about_chunks_is_counted(monkeypatch: pytest.MonkeyPatch)
     receiver.handlers.application()
     longest = len(encode_ids([number.to_bytes(32) for number in range(MAX_IDS)]))
     assert found["POST", "/v1/chunks/missing"].answer >= longest
+
+
+async def test_members_that_drip_their_uploads_keep_no_other_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "WINDOW_S", 0.5)
+    write_tree(tmp_path / "in", {"noise": os.urandom(1 << 20)})
+    ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
+    saved = save(ours, tmp_path / "in")
+    nothing, host = Receiver().handlers._jobs, node_named("h")
+    trust: Any = SimpleNamespace(credentials=lambda peer, now: SimpleNamespace(node_id=peer))
+    none: Any = None
+    handlers = PeerHandlers(
+        trust, none, none, theirs, nothing, none, none, Wire(), (), none, none, none, none, none, none
+    )
+    app, over = web.Application(), asyncio.Event()
+    app.add_routes([web.put("/v1/chunks", handlers._put_chunks)])
+    server, address = await serve(app, host)
+
+    async def drips() -> AsyncIterator[bytes]:
+        while not over.is_set():
+            yield b"M"
+            await asyncio.sleep(0.2)
+
+    async def put(peers: PeerClient, body: AsyncIterator[bytes | memoryview]) -> bytes:
+        async with peers.stream(host.node_id, "PUT", "/v1/chunks?of=" + b"ada".hex(), body) as response:
+            return await response.read()
+
+    async with AsyncExitStack() as stack:
+        members = [PeerClient(node_named(letter), MESH, lambda node: address) for letter in "abcde"]
+        for peers in members:
+            await peers.open()
+            stack.push_async_callback(peers.close)
+        calls = [asyncio.create_task(put(peers, drips())) for peers in members[:4] for _ in range(UPLOADS_PER_PEER)]
+        async with asyncio.timeout(60):
+            while len(handlers._uploads._held) < UPLOADS:
+                await asyncio.sleep(0.01)
+            assert await put(members[4], sliced(ours.stream(saved.manifest.chunks))) == b"1"
+        over.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+    await server.close()
+    assert theirs.missing(saved.manifest.chunks) == []
+    ours.close()
+    theirs.close()

@@ -29,7 +29,8 @@ from membership.envelope import open_envelope, seal  # noqa: E402
 from membership.identity import Identity  # noqa: E402
 from mesh.daemon.stack import Stack, StackNode  # noqa: E402
 from mesh.rpc.client import Address, PeerClient  # noqa: E402
-from mesh.rpc.server import BODY, Bound, Memory, PeerServer, bounded, peer_of  # noqa: E402
+from mesh.rpc.memory import Memory  # noqa: E402
+from mesh.rpc.server import BODY, Bound, PeerServer, bounded, peer_of  # noqa: E402
 from mesh.rpc.tls import certificate  # noqa: E402
 from tests.adversary import floods  # noqa: E402
 from tests.adversary.floods import MIB, Cost, Member, port_of  # noqa: E402

@@ -16,15 +16,15 @@ from aiohttp import web
 from membership.identity import Identity
 from membership.listener import HONEST_S
 from membership.ratelimit import BURST_S
-from mesh.rpc import client, server
+from mesh.rpc import client, memory, server
 from mesh.rpc.client import Address, PeerClient, PeerError
+from mesh.rpc.memory import Memory
 from mesh.rpc.server import (
     BODY,
     MAX_HANDSHAKES_PER_HOST,
     MAX_PER_PEER,
     Bound,
     Handshakes,
-    Memory,
     PeerServer,
     bounded,
     peer_of,
@@ -271,7 +271,7 @@ async def test_connections_that_wait_leave_others_their_turn(world: World) -> No
 
 async def test_connections_of_one_member_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "CALLS_PER_NODE", MAX_PER_PEER + 10)
-    monkeypatch.setattr(server, "MAX_REQUESTS_PER_PEER", MAX_PER_PEER + 10)
+    monkeypatch.setattr(memory, "MAX_REQUESTS_PER_PEER", MAX_PER_PEER + 10)
     async with world.client() as greedy, world.client(OTHER) as modest:
         calls = []
         for count in (MAX_PER_PEER // 2, MAX_PER_PEER // 2, 10):
@@ -287,7 +287,7 @@ async def test_connections_of_one_member_are_bounded(world: World, monkeypatch: 
 
 async def test_connections_leave_files_for_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "CALLS_PER_NODE", MAX_PER_PEER)
-    monkeypatch.setattr(server, "MAX_REQUESTS_PER_PEER", MAX_PER_PEER)
+    monkeypatch.setattr(memory, "MAX_REQUESTS_PER_PEER", MAX_PER_PEER)
     most = MAX_PER_PEER + 6
     kept = server.FILES_KEPT + len(descriptors())  # earlier tests in this process left some open
     monkeypatch.setattr(server, "FILES_KEPT", kept)
@@ -310,9 +310,9 @@ async def test_connections_leave_files_for_the_journal(monkeypatch: pytest.Monke
 
 
 async def test_requests_of_one_member_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "CALLS_PER_NODE", server.MAX_REQUESTS_PER_PEER + 1)
+    monkeypatch.setattr(client, "CALLS_PER_NODE", memory.MAX_REQUESTS_PER_PEER + 1)
     async with world.client() as greedy, world.client(OTHER) as modest:
-        most = server.MAX_REQUESTS_PER_PEER
+        most = memory.MAX_REQUESTS_PER_PEER
         calls = [asyncio.create_task(greedy.call(HOST.node_id, "POST", "/wait")) for _ in range(most)]
         await until(lambda: world.begun == most)
         with pytest.raises(PeerError, match="503"):
@@ -333,6 +333,14 @@ async def test_bodies_wait_for_memory_of_their_member(world: World) -> None:
     assert world.begun == 3
 
 
+async def test_body_counts_as_long_as_it_says(world: World) -> None:
+    async with world.client() as peers:
+        calls = [asyncio.create_task(peers.call(HOST.node_id, "POST", "/hold", b"short")) for _ in range(3)]
+        await until(lambda: world.begun == 3)
+        world.release.set()
+        await asyncio.gather(*calls)
+
+
 @pytest.mark.parametrize("reads", [True, False])
 async def test_answer_counts_until_it_is_sent_or_given_up(
     world: World, monkeypatch: pytest.MonkeyPatch, reads: bool
@@ -340,13 +348,13 @@ async def test_answer_counts_until_it_is_sent_or_given_up(
     monkeypatch.setattr(server, "ANSWER_S", 60.0 if reads else 1.0)
     async with world.client() as peers, peers.stream(HOST.node_id, "GET", "/large", b"") as answer:
         await until(lambda: world.begun)
-        call = asyncio.create_task(peers.call(HOST.node_id, "POST", "/echo", b"hello"))
+        call = asyncio.create_task(peers.call(HOST.node_id, "POST", "/echo", bytes(60 * KIB)))
         await until(lambda: world.memory._requests[MEMBER.node_id] == 2)
         assert not call.done() and not world.callers, "the answer and a body are more than one member's 200 KiB"
         if reads:
             while await answer.content.readany():
                 pass
-        assert await call == b"hello"
+        assert await call == bytes(60 * KIB)
     await until(lambda: not world.memory._requests and not world.memory._bytes)
 
 

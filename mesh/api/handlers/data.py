@@ -4,7 +4,7 @@ import asyncio
 import os
 import stat
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -28,13 +28,12 @@ from mesh.data.manifest import MAX_READERS, MAX_SEALED, DataError, DataManifest,
 from mesh.jobs.authority import may_order_image, may_read_data
 from mesh.jobs.service import JobService
 from mesh.model.spec import JOB_ID_BYTES, DataNeed, JobSpec
-from mesh.rpc.pacing import Cargo, Wire
+from mesh.rpc.pacing import Wire
 from mesh.rpc.server import Bound, id_in
 from mesh.rpc.streams import given
 from mesh.util.errors import ExitCode, MeshError
 
 MOST_SHOWN = 1000  # entries of a directory
-STREAMS = 16  # of chunks, to all nodes; more are turned away and ask elsewhere (own choice). A node gets no more than are free
 RUNS_S, MOST_RUNS = (
     30.0,
     1024,
@@ -284,7 +283,6 @@ class DataProvider:
     ) -> None:
         self._trust, self._membership, self._library, self._jobs = trust, membership, library, jobs
         self._wire, self._accepts = wire, accepts
-        self._streams = Counter[NodeId]()
         self._runs = OrderedDict[tuple[bytes, NodeId], tuple[JobSpec, float]]()
 
     def routes(self, admit: Admit) -> list[tuple[str, str, Handler, Bound | None]]:
@@ -338,21 +336,15 @@ class DataProvider:
             order = decode_chunk_request(body)
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        if self._streams[credentials.node_id] >= STREAMS - self._streams.total():
-            raise web.HTTPServiceUnavailable(text="this node gives to as many as it can")
-        self._streams[credentials.node_id] += 1
         try:
             if not await asyncio.to_thread(self._library.holdings.store.belongs, identity, order.ids):
                 raise web.HTTPForbidden(text="these are not chunks of the data set")
             store = self._library.holdings.store
             frames = await asyncio.to_thread(store.stream, order.ids)
             size = await asyncio.to_thread(store.stream_size, order.ids)
-            answer = await given(request, self._wire, frames, Cargo("data", credentials.node_id, size=size))
+            answer = await given(request, self._wire, frames, "data", credentials.node_id, size)
         except StoreError as error:
             raise web.HTTPNotFound(text=str(error)) from error
-        finally:
-            self._streams[credentials.node_id] -= 1
-            self._streams += Counter()  # drops zeros
         return answer.response
 
     async def _may_read(self, caller: Credentials, identity: bytes, job: str) -> bool:

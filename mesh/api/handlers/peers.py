@@ -45,9 +45,10 @@ from mesh.jobs.vouching import Refused as NotVouched
 from mesh.journal import Journal
 from mesh.model.spec import SpecError
 from mesh.rpc.departed import departed
-from mesh.rpc.pacing import Cargo, Wire
-from mesh.rpc.server import BODY, COPIES, READ_BYTES, Bound, Memory, bounded, id_in, peer_of
-from mesh.rpc.streams import IDLE_S, given, taken
+from mesh.rpc.memory import Memory
+from mesh.rpc.pacing import Wire
+from mesh.rpc.server import BODY, COPIES, READ_BYTES, Bound, bounded, id_in, peer_of
+from mesh.rpc.streams import IDLE_S, finished, given, received
 from mesh.util.errors import ExitCode, MeshError
 
 MAX_LOG_PIECE = 1 << 20
@@ -57,7 +58,8 @@ MAX_EVENTS = 4 << 20
 MAX_RECORDS = 2 << 20
 PEER_BYTES = COPIES * MAX_MANIFEST_BYTES  # for the requests of one peer; all peers together have twice that
 
-UPLOADS_PER_PEER = 4  # at a time; others wait. A node sends one for each of its jobs (own choice)
+# At a time; others wait. A node sends one for each of its jobs (own choice).
+UPLOADS, UPLOADS_PER_PEER = 16, 4
 UPLOAD_BYTES = MAX_STORED + 4 * READ_BYTES  # a chunk that is not complete, and what is read ahead
 
 log = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ class PeerHandlers:
         self._refusals = jobs.replicator.refusals
         self._counters = self._refusals.counters
         self._secrets_calls = TokenBuckets(SECRETS_CALLS_PER_S)
-        self._uploads = Memory(UPLOADS_PER_PEER * UPLOAD_BYTES, 4 * UPLOADS_PER_PEER * UPLOAD_BYTES)
+        self._uploads = Memory(UPLOADS_PER_PEER * UPLOAD_BYTES, UPLOADS * UPLOAD_BYTES)
 
     def application(self) -> web.Application:
         """Return the application. A route without a bound streams its body, its answer or both."""
@@ -173,10 +175,12 @@ class PeerHandlers:
         except ValueError as error:
             raise web.HTTPBadRequest(text="not a user's name") from error
         try:
-            async with self._uploads.hold(credentials.node_id, UPLOAD_BYTES):
+            async with self._uploads.hold(credentials.node_id, UPLOAD_BYTES, request.transport) as held:
                 receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes([b""] * MAX_IDS), user)
                 with self._wire.taking(request.transport):
-                    new = await taken(request.content, receiver)
+                    await received(request.content, receiver)
+                held.waits = False  # but for this node's disk
+                new = await finished(receiver)
         except CorruptChunk as error:
             self._refusals.count("chunks", credentials.node_id, f"of the chunks that it brought, {error}")
             raise web.HTTPConflict(text=str(error)) from error
@@ -193,7 +197,7 @@ class PeerHandlers:
             frames, size = await asyncio.to_thread(self._frames_of, order.ids, set(order.have))
         except MissingChunks as error:
             raise web.HTTPNotFound(text=str(error)) from error
-        answer = await given(request, self._wire, frames, Cargo("checkpoint", credentials.node_id, size=size))
+        answer = await given(request, self._wire, frames, "checkpoint", credentials.node_id, size)
         now, bandwidth = time.monotonic(), self._jobs.replicator.bandwidth
         bandwidth.record(credentials.node_id, answer.size, answer.seconds, answer.held, now)
         return answer.response
@@ -391,11 +395,10 @@ class PeerHandlers:
         """Give pieces of a manifest or blob."""
         credentials, body = await self._admit(request)
         try:
-            async with self._library.giving(_hash(request), decode_pieces(body)) as pieces:
-                return (await given(request, self._wire, pieces, Cargo("image", credentials.node_id))).response
+            pieces = await self._library.given(_hash(request), decode_pieces(body))
+            return (await given(request, self._wire, pieces, "image", credentials.node_id)).response
         except NotGiven as error:
-            kind = web.HTTPServiceUnavailable if error.busy else web.HTTPNotFound
-            raise kind(text=str(error)) from error
+            raise web.HTTPNotFound(text=str(error)) from error
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
 
