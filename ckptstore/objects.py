@@ -86,7 +86,8 @@ class ObjectStore(ObjectReader):
         self.quota_bytes, self.foreign_quota_bytes = quota_bytes, foreign_quota_bytes
         packs, self.tmp, self.quarantine = root / "packs", root / "tmp", root / "quarantine"
         self.lock, self.keeping, self.mending = threading.Lock(), threading.Lock(), threading.Lock()
-        self.receiving = set[PackWriter]()  # packs that come from peers
+        self.incoming = set[PackWriter]()  # packs that are being written
+        self._rooms: dict[bool, tuple[int, int | None]] = {}  # of the quotas, after so many packs were published
         self.published = 0  # packs, since this was opened
         with self.disk_errors():
             for directory in (packs, self.tmp, self.quarantine):
@@ -230,9 +231,15 @@ class ObjectStore(ObjectReader):
 
     # --- quotas and errors
 
-    def received_bytes(self, foreign: bool) -> int:
-        """Return the bytes that are coming from peers, and are in no quota yet; of other users' jobs only if `foreign`."""
-        return sum(pack.bytes_written for pack in tuple(self.receiving) if pack.foreign or not foreign)
+    def check_incoming(self, foreign: bool) -> None:
+        """Raise QuotaExceeded if what is being written at the same time exceeds a quota."""
+        incoming = sum(pack.bytes_written for pack in tuple(self.incoming) if pack.foreign or not foreign)
+        published, room = self._rooms.get(foreign, (-1, None))
+        if published != self.published or (room is not None and incoming > room):
+            room = self.remaining_quota(foreign)  # summing up all packs takes milliseconds
+            self._rooms[foreign] = self.published, room
+        if room is not None and incoming > room:
+            self.check_quota(incoming, foreign)
 
     def stored_bytes(self) -> int:
         size = 0

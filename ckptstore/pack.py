@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -164,13 +164,14 @@ StoredObject = tuple[ObjectHeader, memoryview]  # with its stored bytes
 class PackWriter:
     """Writes a pack in `tmp`, then publishes it as a whole. `add` may be called from several threads.
 
-    `foreign`: its chunks belong to jobs of other users than the node's own. The file is made with the first object, so a
+    `foreign`: its chunks belong to jobs of other users than the node's own. `grown` is called before each object is written, with
+    the object counted, and may refuse it; then the pack can only be aborted. The file is made with the first object, so a
     writer without objects owns nothing.
     """
 
-    def __init__(self, tmp: Path, packs: Path, foreign: bool = False) -> None:
+    def __init__(self, tmp: Path, packs: Path, foreign: bool = False, grown: Callable[[], None] = lambda: None) -> None:
         self.name = os.urandom(16).hex()
-        self.foreign = foreign
+        self.foreign, self._grown = foreign, grown
         self._temporary = tmp / f"{self.name}.pack"
         self._final = packs / f"{self.name}.pack"
         self._lock = threading.Lock()
@@ -190,11 +191,13 @@ class PackWriter:
         with self._lock:
             if header.id in self.locations:
                 return False
-            file = self._file = self._begun() if self._file is None else self._file
             offset = self._end
             self.locations[header.id] = Location(self.name, offset, length, header.base)
             self._end += length
             self.raw_bytes += header.raw_length
+        self._grown()
+        with self._lock:
+            file = self._file = self._begun() if self._file is None else self._file
         write_at(file, encode_header(header), offset)
         write_at(file, stored, offset + HEADER_BYTES)
         return True

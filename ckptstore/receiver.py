@@ -34,8 +34,7 @@ class Receiver:
         self._held: set[str] = set()
         self._lock = threading.Lock()
         self._ended = False
-        self._room: tuple[int, int | None] = (-1, None)  # of the quotas, after so many packs were published
-        self._writer = PackWriter(store.tmp, store.packs, foreign)
+        self._writer = PackWriter(store.tmp, store.packs, foreign, lambda: store.check_incoming(foreign))
         self.arrived: set[bytes] = set()  # complete chunks, including those that the store had already
 
     def feed(self, data: Bytes) -> int:
@@ -59,16 +58,7 @@ class Receiver:
                 count += 1
                 if len(self.arrived) > MOST_OBJECTS:
                     raise CorruptChunk(f"the peer sends more than {MOST_OBJECTS} chunks")
-            self._check_room(self._writer.foreign)
         return count
-
-    def _check_room(self, foreign: bool) -> None:
-        """Raise QuotaExceeded if what comes in at the same time exceeds a quota. Summing up all packs takes milliseconds."""
-        if self._room[0] != self._store.published:
-            self._room = self._store.published, self._store.remaining_quota(foreign)
-        received, room = self._store.received_bytes(foreign), self._room[1]
-        if room is not None and received > room:
-            self._store.check_quota(received, foreign)
 
     def finish(self) -> int:
         """Make the chunks durable; return the number of new ones. CorruptChunk if the stream ended inside a chunk."""
@@ -84,7 +74,7 @@ class Receiver:
                 return 0
             try:
                 with self._store.disk_errors(), self._store.keeping:  # of two that fit only alone, one is kept
-                    self._store.receiving.discard(self._writer)  # else other streams would count it twice
+                    self._store.incoming.discard(self._writer)  # else other streams would count it twice
                     self._store.check_quota(self._writer.bytes_written, self._writer.foreign)
                     self._store.publish_pack(self._writer)
             finally:
@@ -98,7 +88,7 @@ class Receiver:
 
     def _end(self) -> None:
         self._ended = True
-        self._store.receiving.discard(self._writer)
+        self._store.incoming.discard(self._writer)
         self._writer.abort()
 
     def _take(self, header: ObjectHeader, stored: Bytes) -> None:
@@ -112,7 +102,7 @@ class Receiver:
             base = self._base(header.base, encrypted=header.encrypted)
         if not header.encrypted:  # an encrypted one was verified as far as possible without its key
             open_chunk(header, stored, base)
-        self._store.receiving.add(self._writer)
+        self._store.incoming.add(self._writer)
         self._writer.add(header, stored)
 
     def _base(self, identity: bytes, *, encrypted: bool) -> Bytes | None:

@@ -164,7 +164,8 @@ class Store(ObjectStore):
         from ckptstore.saver import Saver
 
         with self.disk_errors():
-            writer = PackWriter(self.tmp, self.packs, user != self.user)
+            writer = PackWriter(self.tmp, self.packs, user != self.user, lambda: self.check_incoming(False))
+            self.incoming.add(writer)
             try:
                 bases = self._bases(parent, cipher) if compress else {}
 
@@ -193,11 +194,15 @@ class Store(ObjectStore):
                 )
                 sealed = seal(encode_manifest(manifest))
                 check_size(sealed)
-                self.check_quota(writer.bytes_written + _blocks(len(sealed)))
+                with self.keeping:  # of two that fit only alone, one is kept
+                    self.incoming.discard(writer)
+                    self.check_quota(writer.bytes_written + _blocks(len(sealed)))
+                    self.publish_pack(writer)
             except BaseException:
                 writer.abort()
                 raise
-            self.publish_pack(writer)
+            finally:
+                self.incoming.discard(writer)
             identity = self._accept(sealed, manifest)
             return SavedManifest(
                 identity, sealed, manifest, writer.bytes_written, writer.raw_bytes, tuple(saver.left_out)

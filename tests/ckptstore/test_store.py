@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ckptstore import collector, saver, tree_scan
 from ckptstore import manifest as manifest_module
 from ckptstore import receiver as receiver_module
+from ckptstore import pack as pack_module
 from ckptstore.checker import verify
 from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.cipher import StateCipher
@@ -974,7 +975,7 @@ def test_quota_ends_a_stream_that_exceeds_it(tmp_path: Path) -> None:
     assert 90_000 < taken < 105_000, "what comes in at the same time counts together"
     for receiver in (one, two):
         receiver.abort()
-    assert theirs.received_bytes(foreign=False) == 0
+    assert not theirs.incoming
     three, four = theirs.receive(10**9), theirs.receive(10**9)
     for receiver in (three, four):
         for _ in range(40):
@@ -1022,6 +1023,26 @@ def test_foreign_chunks_have_their_own_quota(tmp_path: Path) -> None:
     ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
     write_tree(tmp_path / "in", {"a": os.urandom(5000)})
     saved = save(ours, tmp_path / "in")
+def test_save_beyond_the_quota_ends_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, written = open_store(tmp_path / "store", quota_bytes=1_000_000), list[int]()
+    write = pack_module.write_at
+    monkeypatch.setattr(
+        pack_module, "write_at", lambda file, data, offset: written.append(len(data)) or write(file, data, offset)
+    )
+    write_tree(tmp_path / "in", {f"{number:02}": os.urandom(300_000) for number in range(50)})
+    other = store.receive(10**9)
+    other.feed(frame(os.urandom(500_000)))
+    with pytest.raises(QuotaExceeded, match="store_quota_gib"):
+        save(store, tmp_path / "in")
+    assert sum(written) <= 1_000_000, "what is saved and what comes in at the same time count together"
+    other.abort()
+    assert not store.incoming and not list(store.tmp.iterdir()) and not list(store.packs.iterdir())
+    assert not store.manifests()
+    write_tree(tmp_path / "small", {"file": os.urandom(900_000)})
+    save(store, tmp_path / "small")
+    store.close()
+
+
     theirs.user, theirs.foreign_quota_bytes = "eve", 4000
     assert theirs.remaining_quota() == 4000
     for user, fits in (("", False), ("ada", False), ("eve", True), (None, True)):

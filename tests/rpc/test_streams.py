@@ -195,7 +195,7 @@ async def test_stream_that_nobody_waits_for_any_more_leaves_nothing_open(tmp_pat
     thread = ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(thread)
     begun = await asyncio.gather(*(asyncio.to_thread(store.receive, 10**9) for _ in range(3)))
-    assert not store.receiving and not list(store.tmp.iterdir())
+    assert not store.incoming and not list(store.tmp.iterdir())
 
     pieces = Pieces(frame(b"one"), b"")
     busy = thread.submit(free.wait)
@@ -207,7 +207,7 @@ async def test_stream_that_nobody_waits_for_any_more_leaves_nothing_open(tmp_pat
     await asyncio.gather(ending, return_exceptions=True)
     free.set()
     async with asyncio.timeout(60):
-        while store.receiving or list(store.tmp.iterdir()):
+        while store.incoming or list(store.tmp.iterdir()):
             await asyncio.sleep(0.01)
     assert busy.result()
     store.close()
