@@ -9,7 +9,7 @@ signer. Any node can read which chunks a manifest needs; an encrypted list of fi
 import stat
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from blake3 import blake3
@@ -27,6 +27,7 @@ FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_CHUNKS = 1 << 18  # own choice
 MAX_BYTES = MAX_CHUNKS * CHUNK_BYTES  # of all files of a manifest, holes included: 1 TiB
+CHUNK_MEMORY_BYTES = 144  # of a chunk in a decoded manifest: its id twice and its length (own measurement)
 MAX_FILES = 1_000_000
 MAX_DEPTH = 256  # own choice; trees of Bazel and npm have about 40 levels
 MAX_PATH_BYTES, MAX_PART_BYTES = 4096, 255  # PATH_MAX and NAME_MAX of Linux
@@ -50,7 +51,8 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Tree(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    files: tuple[FileEntry, ...] = ()
+    # More are refused before they are decoded.
+    files: Annotated[tuple[FileEntry, ...], msgspec.Meta(max_length=MAX_FILES)] = ()
     note: dict[str, str] = {}
 
 
@@ -67,7 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
     kind: Kind
     created_unix: int
     ids: bytes
-    lengths: tuple[int, ...]
+    lengths: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_CHUNKS)]  # else 16 MiB become 260
     entries: int
     total_bytes: int
     tree: bytes
@@ -90,6 +92,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
             raise BadManifest(f"not a valid list of files: {error}") from error
         _check_tree(tree, self.lengths)
         return tree
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return about what it takes of memory, once its chunks were asked for."""
+        return len(self.tree) + CHUNK_MEMORY_BYTES * len(self.lengths)
 
     @cached_property
     def chunks(self) -> tuple[bytes, ...]:
@@ -156,9 +163,11 @@ def check_manifest(manifest: Manifest) -> None:
         raise BadManifest("a manifest's parent is not an id")
     if len(manifest.lengths) > MAX_CHUNKS or manifest.entries > MAX_FILES:
         raise BadManifest(f"a manifest names at most {MAX_CHUNKS} chunks and {MAX_FILES} files")
-    if len(manifest.ids) % ID_BYTES or len(set(manifest.chunks)) != len(manifest.chunks):
+    if len(manifest.ids) != ID_BYTES * len(manifest.lengths):
+        raise BadManifest("a manifest's chunks are not as many ids as lengths")
+    if len(set(manifest.chunks)) != len(manifest.chunks):
         raise BadManifest("a manifest's chunks are not unique ids")
-    if len(manifest.lengths) != len(manifest.chunks) or not all(0 < n <= CHUNK_BYTES for n in manifest.lengths):
+    if not all(0 < n <= CHUNK_BYTES for n in manifest.lengths):
         raise BadManifest("a manifest's chunks have invalid lengths")
     if len(manifest.user) > MAX_PART_BYTES:
         raise BadManifest("the name of a manifest's user is too long")

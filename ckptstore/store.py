@@ -48,7 +48,7 @@ from ckptstore.tree_scan import Scan
 from membership.malformed import MALFORMED
 
 THREADS = min(4, os.cpu_count() or 1)  # for reading, hashing and encoding; each uses up to 24 MiB
-KNOWN_MANIFESTS, KNOWN_BYTES = 1024, 64 << 20  # decoded manifests kept in memory, and their sealed bytes (own choice)
+KNOWN_MANIFESTS, KNOWN_BYTES = 1024, 64 << 20  # decoded manifests kept in memory, and what they take of it (own choice)
 WORKDIRS, WORKDIR_BYTES = 4096, 8 << 30  # of another user (own choice)
 WORKDIR_SHARE = 4  # at most a quarter of their quota (own choice)
 BLOCK_BYTES = 4096  # the least that a manifest or a restored file counts for: a block and an inode of most file systems
@@ -82,6 +82,7 @@ class ManifestInfo(msgspec.Struct, frozen=True):
     encrypted: bool
     user: str
     sealed_bytes: int
+    chunk_bytes: int  # of its chunks, decoded
 
     @property
     def stored_bytes(self) -> int:
@@ -119,7 +120,7 @@ class Store(ObjectStore):
         self.unseal = unseal
         self.user = ""
         self.manifest_files, self._fences = root / "manifests", root / "fences"
-        self._known: dict[bytes, tuple[Manifest, int]] = {}  # with the sealed bytes; the oldest first
+        self._known: dict[bytes, Manifest] = {}  # the oldest first
         self._known_bytes = 0
         self._infos: dict[bytes, ManifestInfo] = {}
         self._wanted: dict[object, Collection[bytes]] = {}  # chunks of manifests that are being fetched
@@ -275,24 +276,24 @@ class Store(ObjectStore):
         with self.lock:
             known = self._known.get(identity)
         if known is not None:
-            return known[0]
+            return known
         sealed = self.sealed_manifest(identity)
         _, manifest = decode_manifest(sealed, self.unseal)
         with self.lock:
-            self._remember(identity, manifest, len(sealed))
+            self._remember(identity, manifest)
         return manifest
 
-    def _remember(self, identity: bytes, manifest: Manifest, size: int) -> None:
+    def _remember(self, identity: bytes, manifest: Manifest) -> None:
         """Keep a decoded manifest in memory, within the bounds; the caller holds the lock."""
         self._drop_known(identity)
-        self._known[identity] = (manifest, size)
-        self._known_bytes += size
+        self._known[identity] = manifest
+        self._known_bytes += manifest.memory_bytes
         while len(self._known) > KNOWN_MANIFESTS or self._known_bytes > KNOWN_BYTES:
             self._drop_known(next(iter(self._known)))
 
     def _drop_known(self, identity: bytes) -> None:
-        _, size = self._known.pop(identity, (None, 0))
-        self._known_bytes -= size
+        known = self._known.pop(identity, None)
+        self._known_bytes -= known.memory_bytes if known is not None else 0
 
     def sealed_manifest(self, identity: bytes) -> bytes:
         try:
@@ -336,6 +337,7 @@ class Store(ObjectStore):
             encrypted=bool(manifest.realm),
             user=manifest.user,
             sealed_bytes=path.stat().st_size,
+            chunk_bytes=sum(manifest.lengths),
         )
 
     # --- quotas
@@ -360,19 +362,27 @@ class Store(ObjectStore):
         if not self.has(manifest_id(sealed)):
             self.check_quota(_blocks(len(sealed)), manifest.user != self.user)
             if manifest.kind == "workdir" and manifest.user != self.user and fence != "ignore":
-                self._check_workdirs(manifest)
+                self._check_workdirs(manifest, len(sealed))
         return self._accept(sealed, manifest, fence)
 
-    def _check_workdirs(self, manifest: Manifest) -> None:
-        """Raise QuotaExceeded if another user's working directories become too many, or too large together."""
+    def _check_workdirs(self, manifest: Manifest, sealed_bytes: int) -> None:
+        """Raise QuotaExceeded if another user's working directories become too many, or too large together.
+
+        Chunks that they share count once. The manifests that are here are read for that only where it decides.
+        """
         infos = [info for info in self.manifests() if (info.kind, info.user) == ("workdir", manifest.user)]
-        sizes = dict(manifest.sizes)
-        for info in infos:
-            sizes |= self.manifest(info.id).sizes
         quota = self.foreign_quota_bytes
         limit = WORKDIR_BYTES if quota is None else min(WORKDIR_BYTES, quota // WORKDIR_SHARE)
-        if len(infos) >= WORKDIRS or sum(sizes.values()) > limit:
-            raise QuotaExceeded(f"this node holds as many working directories of {manifest.user} as it takes")
+        room = limit - _blocks(sealed_bytes) - sum(info.stored_bytes for info in infos)
+        if len(infos) < WORKDIRS and room >= 0:
+            if sum(manifest.lengths) + sum(info.chunk_bytes for info in infos) <= room:
+                return
+            sizes = dict(manifest.sizes)
+            for info in infos:
+                sizes |= self.manifest(info.id).sizes
+            if sum(sizes.values()) <= room:
+                return
+        raise QuotaExceeded(f"this node holds as many working directories of {manifest.user} as it takes")
 
     def _accept(self, sealed: bytes, manifest: Manifest, fence: FenceUse = "raise") -> bytes:
         identity = manifest_id(sealed)
@@ -385,7 +395,7 @@ class Store(ObjectStore):
                 self._check_fence(manifest, moves=fence == "raise")
             if not self.has(identity):
                 self._write_durably(self.manifest_files / identity.hex(), sealed)
-                self._remember(identity, manifest, len(sealed))
+                self._remember(identity, manifest)
         return identity
 
     def forget(self, identity: bytes) -> None:

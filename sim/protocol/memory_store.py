@@ -74,6 +74,7 @@ class MemoryStore:
             encrypted=False,
             user="sim",
             sealed_bytes=BLOCK_BYTES,
+            chunk_bytes=sum(chunks.values()),
         )
         saved = Saved(info, dict(chunks), step, maker)
         new = {identity: size for identity, size in chunks.items() if identity not in self._chunks}

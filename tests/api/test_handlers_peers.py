@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from aiohttp import web
 
 from ckptstore.messages import MAX_IDS, encode_ids
 from mesh.api.handlers import peers
-from mesh.api.handlers.peers import UPLOADS, UPLOADS_PER_PEER, PeerHandlers
+from mesh.api.handlers.peers import MANIFESTS, UPLOADS, UPLOADS_PER_PEER, PeerHandlers
 from mesh.consensus.messages import MessageError
 from mesh.rpc import memory
 from mesh.rpc.client import PeerClient
@@ -122,3 +124,28 @@ async def test_members_that_drip_their_uploads_keep_no_other_out(
     assert theirs.missing(saved.manifest.chunks) == []
     ours.close()
     theirs.close()
+
+
+async def test_manifests_are_worked_on_in_turn_even_for_members_that_leave() -> None:
+    handlers: Any = Receiver().handlers
+    free, running = threading.Event(), list[bytes]()
+
+    def work(member: bytes) -> None:
+        running.append(member)
+        free.wait(60)
+        running.remove(member)
+
+    calls = [
+        asyncio.create_task(handlers._in_turn(member, partial(work, member))) for member in (b"a", b"a", b"b", b"c")
+    ]
+    async with asyncio.timeout(60):
+        while len(running) < MANIFESTS:
+            await asyncio.sleep(0.01)
+        assert sorted(running) == [b"a", b"b"]
+        calls[0].cancel()
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert sorted(running) == [b"a", b"b"] and not calls[0].done()
+        free.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert not running and calls[0].cancelled() and not handlers._manifests._held

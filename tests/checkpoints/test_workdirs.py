@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from ckptstore.errors import QuotaExceeded
+from ckptstore.manifest import encode_manifest
 from ckptstore.store import WORKDIR_SHARE, Store
 from mesh.checkpoints.workdirs import ASKED, FALSE_S, UNNAMED_S, Workdirs
 from mesh.consensus.status import JobStatus
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec
 from tests.checkpoints.test_retention import DAY_S, NOW, ONE, THREE, TWO, journal, told
-from tests.ckptstore.worlds import open_store, save, stream, write_tree
+from tests.ckptstore.worlds import fake_seal, open_store, save, stream, write_tree
 from tests.consensus.worlds import make_spec
 
 __all__ = ["journal"]  # a fixture
@@ -261,7 +262,7 @@ def test_working_directories_of_one_user_are_bounded(tmp_path: Path, monkeypatch
         receiver.finish()
         theirs.accept_manifest(sealed)
 
-    theirs.foreign_quota_bytes = WORKDIR_SHARE * 100_000
+    theirs.foreign_quota_bytes = WORKDIR_SHARE * 120_000
     for _ in range(4):
         send("mallory")
     with pytest.raises(QuotaExceeded, match="working directories of mallory"):
@@ -272,3 +273,41 @@ def test_working_directories_of_one_user_are_bounded(tmp_path: Path, monkeypatch
     send("mallory", 10)
     with pytest.raises(QuotaExceeded, match="working directories of mallory"):
         send("mallory", 10)
+
+
+def test_manifests_of_working_directories_count_and_shared_chunks_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member offered 4,096 manifests of 16 MiB without chunks: 64 GiB."""
+    ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
+    theirs.user, theirs.foreign_quota_bytes = "eve", WORKDIR_SHARE * 100_000
+    saved = ours.manifest(upload(ours, tmp_path, "mallory", 40_000))
+    receiver = theirs.receive(10**9, "mallory")
+    for piece in ours.stream(saved.chunks):
+        receiver.feed(piece)
+    receiver.finish()
+    read = list[bytes]()
+    manifest = theirs.manifest
+    monkeypatch.setattr(theirs, "manifest", lambda identity: read.append(identity) or manifest(identity))
+
+    def offer(number: int, tree_bytes: int) -> None:
+        other = msgspec.structs.replace(saved, created_unix=number, realm=b"r" * 32, tree=b"t" * tree_bytes)
+        theirs.accept_manifest(fake_seal(encode_manifest(other)))
+
+    def forget_reads() -> None:
+        theirs.manifests()
+        read.clear()
+
+    offer(1, 10)
+    forget_reads()
+    offer(2, 10)
+    assert not read, "what would fit without shared chunks is not compared"
+    for number in (3, 4):
+        offer(number, 10)
+    offer(5, 30_000)
+    forget_reads()
+    with pytest.raises(QuotaExceeded, match="working directories of mallory"):
+        offer(6, 60_000)
+    assert not read, "manifests that do not fit by themselves are refused at once"
+    with pytest.raises(QuotaExceeded, match="working directories of mallory"):
+        offer(7, 20_000)

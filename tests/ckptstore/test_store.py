@@ -8,6 +8,7 @@ import shutil
 import stat
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,8 @@ from hypothesis import strategies as st
 
 from ckptstore import collector, saver, tree_scan
 from ckptstore import manifest as manifest_module
-from ckptstore import receiver as receiver_module
 from ckptstore import pack as pack_module
+from ckptstore import receiver as receiver_module
 from ckptstore.checker import verify
 from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.cipher import StateCipher
@@ -546,10 +547,46 @@ def manifest(**changed: object) -> Manifest:
     return msgspec.structs.replace(whole, **changed)
 
 
+def test_manifest_with_too_many_lengths_or_files_is_refused_before_they_are_decoded() -> None:
+    lengths = msgspec.msgpack.encode(manifest(lengths=(5,) * 10_000_000))
+    files = msgspec.msgpack.encode([[["a", 0, 0]] * (MAX_FILES + 1)])
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadManifest, match="length <= "):
+            decode_manifest(fake_seal(lengths), fake_unseal)
+        with pytest.raises(BadManifest, match="length <= "):
+            manifest(tree=files).open()
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(lengths)
+    finally:
+        tracemalloc.stop()
+
+
+def test_decoded_manifests_are_kept_by_what_they_take_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = b"".join(number.to_bytes(32) for number in range(MAX_CHUNKS))
+    whole = manifest(ids=ids, lengths=tuple(range(1, MAX_CHUNKS + 1)))
+    sealed = fake_seal(encode_manifest(whole))
+    del whole, ids
+    tracemalloc.start()
+    try:
+        decoded = decode_manifest(sealed, fake_unseal)[1]
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * taken < decoded.memory_bytes < 1.2 * taken
+    monkeypatch.setattr("ckptstore.store.KNOWN_BYTES", decoded.memory_bytes)
+    store = open_store(tmp_path / "store")
+    store._remember(b"one", decoded)
+    store._remember(b"two", decoded)
+    assert list(store._known) == [b"two"]
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"ids": b"short"}, "unique"),
+        ({"ids": b"short"}, "ids"),
         ({"ids": b"i" * 64, "lengths": (5, 5)}, "unique"),
         ({"lengths": ()}, "lengths"),
         ({"lengths": (0,)}, "lengths"),
@@ -986,6 +1023,26 @@ def test_quota_ends_a_stream_that_exceeds_it(tmp_path: Path) -> None:
             four.feed(frame(os.urandom(1000)))
 
 
+def test_save_beyond_the_quota_ends_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, written = open_store(tmp_path / "store", quota_bytes=1_000_000), list[int]()
+    write = pack_module.write_at
+    monkeypatch.setattr(
+        pack_module, "write_at", lambda file, data, offset: written.append(len(data)) or write(file, data, offset)
+    )
+    write_tree(tmp_path / "in", {f"{number:02}": os.urandom(300_000) for number in range(50)})
+    other = store.receive(10**9)
+    other.feed(frame(os.urandom(500_000)))
+    with pytest.raises(QuotaExceeded, match="store_quota_gib"):
+        save(store, tmp_path / "in")
+    assert sum(written) <= 1_000_000, "what is saved and what comes in at the same time count together"
+    other.abort()
+    assert not store.incoming and not list(store.tmp.iterdir()) and not list(store.packs.iterdir())
+    assert not store.manifests()
+    write_tree(tmp_path / "small", {"file": os.urandom(900_000)})
+    save(store, tmp_path / "small")
+    store.close()
+
+
 def test_number_of_chunks_of_a_stream_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver_module, "MOST_OBJECTS", 3)
     receiver = open_store(tmp_path / "theirs").receive(10**9)
@@ -1023,26 +1080,6 @@ def test_foreign_chunks_have_their_own_quota(tmp_path: Path) -> None:
     ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
     write_tree(tmp_path / "in", {"a": os.urandom(5000)})
     saved = save(ours, tmp_path / "in")
-def test_save_beyond_the_quota_ends_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, written = open_store(tmp_path / "store", quota_bytes=1_000_000), list[int]()
-    write = pack_module.write_at
-    monkeypatch.setattr(
-        pack_module, "write_at", lambda file, data, offset: written.append(len(data)) or write(file, data, offset)
-    )
-    write_tree(tmp_path / "in", {f"{number:02}": os.urandom(300_000) for number in range(50)})
-    other = store.receive(10**9)
-    other.feed(frame(os.urandom(500_000)))
-    with pytest.raises(QuotaExceeded, match="store_quota_gib"):
-        save(store, tmp_path / "in")
-    assert sum(written) <= 1_000_000, "what is saved and what comes in at the same time count together"
-    other.abort()
-    assert not store.incoming and not list(store.tmp.iterdir()) and not list(store.packs.iterdir())
-    assert not store.manifests()
-    write_tree(tmp_path / "small", {"file": os.urandom(900_000)})
-    save(store, tmp_path / "small")
-    store.close()
-
-
     theirs.user, theirs.foreign_quota_bytes = "eve", 4000
     assert theirs.remaining_quota() == 4000
     for user, fits in (("", False), ("ada", False), ("eve", True), (None, True)):
@@ -1133,7 +1170,7 @@ def test_manifests_in_memory_are_bounded_in_number_and_bytes(tmp_path: Path, mon
     for identity in (*small, *large, *large):
         store.manifest(identity)
         assert len(store._known) <= 10 and store._known_bytes <= 100_000
-        assert store._known_bytes == sum(size for _, size in store._known.values())
+        assert store._known_bytes == sum(known.memory_bytes for known in store._known.values())
     assert len(store._known) == 3, "three large ones fit"
     assert len(store.manifests()) == 40, "all are listed, from what is kept of each"
 

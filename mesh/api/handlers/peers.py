@@ -15,7 +15,8 @@ from ckptstore.manifest import MAX_MANIFEST_BYTES, decode_manifest, manifest_id
 from ckptstore.messages import MAX_IDS, MAX_IDS_BYTES, decode_chunk_request, decode_missing_query, encode_ids
 from ckptstore.pack import MAX_STORED
 from ckptstore.receiver import max_stream_bytes
-from ckptstore.store import Store
+from ckptstore.store import FenceUse, Store
+from membership.identity import NodeId
 from membership.malformed import MALFORMED
 from membership.node import MembershipNode
 from membership.ratelimit import TokenBuckets
@@ -60,6 +61,7 @@ PEER_BYTES = COPIES * MAX_MANIFEST_BYTES  # for the requests of one peer; all pe
 
 # At a time; others wait. A node sends one for each of its jobs (own choice).
 UPLOADS, UPLOADS_PER_PEER = 16, 4
+MANIFESTS = 2  # decoded at a time, one of a member: they take a thread, and a processor for up to seconds (own choice)
 UPLOAD_BYTES = MAX_STORED + 4 * READ_BYTES  # a chunk that is not complete, and what is read ahead
 
 log = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class PeerHandlers:
         self._counters = self._refusals.counters
         self._secrets_calls = TokenBuckets(SECRETS_CALLS_PER_S)
         self._uploads = Memory(UPLOADS_PER_PEER * UPLOAD_BYTES, UPLOADS * UPLOAD_BYTES)
+        self._manifests = Memory(1, MANIFESTS)
 
     def application(self) -> web.Application:
         """Return the application. A route without a bound streams its body, its answer or both."""
@@ -209,17 +212,18 @@ class PeerHandlers:
 
     async def _put_manifest(self, request: web.Request) -> web.Response:
         credentials, body = await self._admit(request)
-        try:
-            signer, manifest = await asyncio.to_thread(decode_manifest, body, self._store.unseal)
-        except BadManifest as error:
-            self._refusals.count("malformed", credentials.node_id, f"it brought a manifest that is none: {error}")
-            raise web.HTTPBadRequest(text=f"not a manifest: {error}") from error
-        identity = manifest_id(body)
+        identity, sender = manifest_id(body), credentials.node_id
         if identity.hex() != request.match_info["id"]:
             raise web.HTTPBadRequest(text="the manifest is not the one named")
         try:
-            vouched = await self._jobs.vouching.judge(credentials.node_id, identity, signer, manifest)
-            await asyncio.to_thread(self._store.accept_manifest, body, "raise" if vouched else "check")
+            signer, manifest = await self._in_turn(sender, lambda: decode_manifest(body, self._store.unseal))
+        except BadManifest as error:
+            self._refusals.count("malformed", sender, f"it brought a manifest that is none: {error}")
+            raise web.HTTPBadRequest(text=f"not a manifest: {error}") from error
+        try:
+            vouched = await self._jobs.vouching.judge(sender, identity, signer, manifest)
+            fence: FenceUse = "raise" if vouched else "check"
+            await self._in_turn(sender, lambda: self._store.accept_manifest(body, fence))
         except NotVouched as error:
             self._refusals.count("foreign", credentials.node_id, f"it brought a manifest that was refused: {error}")
             raise web.HTTPForbidden(text=str(error)) from error
@@ -232,6 +236,17 @@ class PeerHandlers:
         except StoreError as error:
             raise web.HTTPConflict(text=str(error)) from error
         return web.Response()
+
+    async def _in_turn(self, sender: NodeId, work: Callable[[], T]) -> T:
+        """Work on a member's manifest in a thread, in its turn."""
+        async with self._manifests.hold(sender, 1) as held:
+            held.waits = False
+            working = asyncio.create_task(asyncio.to_thread(work), name="work on a manifest")
+            try:
+                return await asyncio.shield(working)
+            finally:
+                # A thread goes on if the member leaves, and so does its turn.
+                await asyncio.gather(working, return_exceptions=True)
 
     async def _get_manifest(self, request: web.Request) -> web.Response:
         await self._admit(request)
