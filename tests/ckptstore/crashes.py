@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ def _states(done: list[Step]) -> Iterator[State]:
     }
     names = [(number, step) for number, step in enumerate(done) if isinstance(step, Link | Unlink)]
     loose = [number for number, step in names if number > synced.get(str(Path(step.name).parent), -1)]
+    contents_of = cache(partial(_contents, done))
     for happened in itertools.product((True, False), repeat=len(loose)):
         missing = {number for number, there in zip(loose, happened, strict=True) if not there}
         table: dict[str, int] = {}
@@ -160,7 +162,7 @@ def _states(done: list[Step]) -> Iterator[State]:
             else:
                 table.pop(step.old, None)
                 table[step.name] = step.file
-        files = {name: _contents(done, file) for name, file in table.items()}
+        files = {name: contents_of(file) for name, file in table.items()}
         for contents in itertools.product(*files.values()):
             yield tuple(sorted(zip(files, contents, strict=True)))
 

@@ -12,7 +12,7 @@ from ckptstore.checker import verify
 from tests.ckptstore.worlds import JOB, open_store, read_tree, save, write_tree
 from tests.kill_points import Killed, Say, killed_at_each_call
 
-pytestmark = pytest.mark.strace
+pytestmark = [pytest.mark.strace, pytest.mark.usefixtures("alone")]
 LAST = 3
 
 
@@ -85,5 +85,4 @@ def test_store_killed_at_any_call_loses_and_revives_nothing(tmp_path: Path) -> N
             raise
         shutil.rmtree(killed.root)
         points += 1
-    print("points", points)
     assert points > 60, "the store's calls must be followed"

@@ -14,6 +14,7 @@ from ckptstore.errors import StoreError
 from tests.ckptstore.crashes import Mark, Recorder, State, crash_states
 from tests.ckptstore.worlds import CIPHER, JOB, open_store, read_tree, save, write_tree
 
+pytestmark = pytest.mark.usefixtures("alone")
 Tree = dict[str, bytes]
 
 
