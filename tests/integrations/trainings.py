@@ -2,9 +2,13 @@
 
 import json
 import os
+import select
 import shutil
+import signal
 import subprocess
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +35,30 @@ def make_project(directory: Path) -> Path:
 
 
 def run(project: Path, program: str, *arguments: str, cwd: Path | None = None, **env: str) -> Any:
-    """Run one of the programs, or with `-c` a line of Python, to its end."""
+    """Run one of the programs, or with `-c` a line of Python, to its end, in a fork of `server`."""
     words = [str(project / program), *arguments] if program != "-c" else ["-c", *arguments]
-    try:
-        return subprocess.run(
-            [FRAMEWORKS_PYTHON, *words],
-            cwd=cwd or project,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            env={**{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}, **env},
-        )
-    except subprocess.TimeoutExpired as late:
-        said = (late.stderr or b"").decode(errors="replace")  # bytes here, despite text=True
-        raise AssertionError(f"{program} has not ended after {TIMEOUT_S:g} s; it said:\n{said[-6000:]}") from late
+    forks = server(project)
+    assert forks.stdin is not None and forks.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as said, tempfile.NamedTemporaryFile("r") as errors:
+        order = [words, str(cwd or project), plain() | env, said.name, errors.name]
+        print(json.dumps(order), file=forks.stdin, flush=True)
+        if not select.select([forks.stdout], [], [], TIMEOUT_S)[0]:
+            os.killpg(forks.pid, signal.SIGKILL)
+            raise AssertionError(f"{program} has not ended after {TIMEOUT_S:g} s; it said:\n{errors.read()[-6000:]}")
+        return subprocess.CompletedProcess(words, int(forks.stdout.readline()), said.read(), errors.read())
+
+
+def plain() -> dict[str, str]:
+    return {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+
+
+@cache
+def server(project: Path) -> subprocess.Popen[str]:
+    """Start a process that imports the frameworks, which takes ten seconds, and ends when this one does."""
+    command, pipe = [FRAMEWORKS_PYTHON, project / "forked.py"], subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, cwd=project, env=plain(), start_new_session=True
+    )
 
 
 class Attempt:
