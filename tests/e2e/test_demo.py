@@ -19,7 +19,7 @@ LIMIT_S = 660.0  # one minute above the demo's own limit
 def demo(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
     """Run `make demo` with a shorter training; return its facts and output."""
     file = tmp_path / "demo.json"
-    arguments = " ".join(["--json", str(file), "--epochs", "20", *options])
+    arguments = " ".join(["--json", str(file), "--epochs", "12", *options])
     command = ["make", "--no-print-directory", "demo", f"DEMO_ARGS={arguments}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
