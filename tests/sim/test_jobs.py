@@ -109,7 +109,7 @@ def test_job_invariants_hold_under_all_faults(first: int) -> None:
     assert ends["done"] > 0.1 * accepted and ends["failed"]
 
 
-@pytest.mark.parametrize("played", [(10, 25), pytest.param((10, 13, 14, 25), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("played", [(25,), pytest.param((10, 13, 14, 25), marks=pytest.mark.slow)])
 def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch, played: tuple[int, ...]) -> None:
     monkeypatch.setattr("sim.protocol.jobs.HOME_SHARE", 1.0)
     worlds = [checked(seed, mesh=MeshPlan()) for seed in played]  # many of their jobs return
@@ -129,7 +129,7 @@ def test_every_fault_is_drawn_by_some_seed() -> None:
     assert DRAWN // 3 < sum(mesh.late > 0 for mesh in meshes) < DRAWN
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_old_copies_of_journals_are_noticed(count: int) -> None:
     faults = FaultPlan(
         incidents=("old copy", "crash", "notice"), incident_every_s=10.0, news_every_s=0.0, until_s=300.0
@@ -142,9 +142,9 @@ def test_old_copies_of_journals_are_noticed(count: int) -> None:
 
 
 def test_one_seed_gives_one_digest_in_any_process() -> None:
-    played = digests("jobs", "--seed", "11", "--minutes", "7", "--jobs", "3")
+    played = digests("jobs", "--seed", "11", "--minutes", "4", "--jobs", "3")
     assert len(played) == 1
-    assert checked(12, minutes=7.0, jobs=3).run() not in played, "another seed gives another history"
+    assert checked(12, minutes=4.0, jobs=3).run() not in played, "another seed gives another history"
 
 
 @pytest.mark.parametrize("seed", seeds(1, 4))

@@ -66,7 +66,7 @@ def test_every_fault_is_drawn_by_some_seed() -> None:
 
 
 def test_one_seed_gives_one_digest_in_any_process() -> None:
-    assert len(digests("membership", "--seed", "7", "--minutes", "8")) == 1
+    assert len(digests("membership", "--seed", "7", "--minutes", "4")) == 1
 
 
 def found(make: Callable[[int], MembershipWorld]) -> str:
