@@ -30,6 +30,7 @@ MAX_ANSWERS = 8  # to a packet: an ack, or a nack and what it caused
 MAX_SERVED = 32  # of members, and as many of strangers; memberlist allows 128
 MAX_SERVED_PER_HOST = 16
 STRANGER_BYTES_S = 64 * 1024  # from one address, after 4 MiB at once: to verify those takes 0.1 s (own measurement)
+MEMBER_BYTES_S = 1024 * 1024  # after four of the largest frames; 500 nodes with 10,000 jobs fit into one (own choice)
 FRAME_COST_BYTES = 2 * 1024  # of the smallest frame: its signature, its log line (own choice)
 
 log = logging.getLogger(__name__)
@@ -42,27 +43,45 @@ class Busy(Exception):
 
 
 class Incoming:
-    """The frames of one connection. They count against its address until a member has signed one of them."""
+    """The frames of one connection. They count against its address, and against the member that has signed one of them."""
 
-    def __init__(self, reader: asyncio.StreamReader, group: str, buckets: TokenBuckets, counters: Counter[str]) -> None:
-        self._reader, self._group, self._buckets, self._counters = reader, group, buckets, counters
-        self._taken, self._is_member = 0, False
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        group: str,
+        strangers: TokenBuckets,
+        members: TokenBuckets,
+        counters: Counter[str],
+    ) -> None:
+        self._reader, self._members, self._counters = reader, members, counters
+        self._buckets = strangers
+        self._source: str | NodeId = group
+        self._taken = 0
 
     async def read(self) -> bytes:
         return await read_frame(self._reader, take=self._take)
 
     def _take(self, length: int) -> bool:
-        cost = 0 if self._is_member else max(length, FRAME_COST_BYTES)
-        if not self._buckets.allow(self._group, asyncio.get_running_loop().time(), cost):
+        cost = max(length, FRAME_COST_BYTES)
+        if not self._buckets.allow(self._source, asyncio.get_running_loop().time(), cost):
             self._counters["refused_flood"] += 1
             return False
         self._taken += cost
         return True
 
-    def recognize(self) -> None:
-        """Count nothing of this connection: it is a member's."""
-        self._buckets.give_back(self._group, self._taken)
-        self._taken, self._is_member = 0, True
+    def recognize(self, member: NodeId) -> None:
+        """Count the frames against this member instead. FrameError if it has sent too many."""
+        if self._source == member:
+            return
+        strangers, group, taken = self._buckets, self._source, self._taken
+        self._buckets, self._source, self._taken = self._members, member, 0
+        if not self._take(taken):
+            raise FrameError(f"{short_id(member)} sends more than a member may")
+        strangers.give_back(group, taken)
+
+    def forgive(self) -> None:
+        """Count nothing of what has come so far."""
+        self._buckets.give_back(self._source, self._taken)
 
 
 class Streams:
@@ -80,6 +99,7 @@ class Streams:
         self._strangers = Strangers(MAX_SERVED, MAX_SERVED_PER_HOST)
         self._members: dict[asyncio.Task[None], str] = {}  # streams of members, and their hosts
         self._buckets = TokenBuckets(STRANGER_BYTES_S, FRAME_LIMIT)
+        self._of_members = TokenBuckets(MEMBER_BYTES_S, 4 * FRAME_LIMIT)
         self._refused, self._tell_at = 0, 0.0
 
     async def run(self, exchange: StreamExchange, host: str, port: int) -> None:
@@ -136,7 +156,8 @@ class Streams:
         relayed = False
         try:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
-                asks = await self._answer(host, Incoming(reader, group, self._buckets, self._counters), writer)
+                incoming = Incoming(reader, group, self._buckets, self._of_members, self._counters)
+                asks = await self._answer(host, incoming, writer)
             if asks is not None:
                 self._relay.lend(*asks, reader, writer)
                 relayed = True
@@ -176,13 +197,13 @@ class Streams:
         if first.startswith(PACKET):
             answers = self._core.on_stream_packet(first.removeprefix(PACKET), host)
             if answers is not None:
-                incoming.recognize()
+                incoming.forgive()  # the core counts packets
             for answer in [] if answers is None else [*answers[: MAX_ANSWERS - 1], b""]:
                 await write_frame(writer, PACKET + answer)
             return None
         sender, frame = self._core.open_frame(first)
         if self._core.is_member(sender):
-            incoming.recognize()
+            incoming.recognize(sender)
             self._take_place(address_group(host))
         elif isinstance(frame, ReachMe | RelayMe):
             raise TrustError(f"{short_id(sender)} asks for a service and is not a member")
@@ -193,7 +214,7 @@ class Streams:
             return sender, frame
         await self._drive(self._core.answer(sender, frame), incoming.read, writer)
         if self._core.is_member(sender):
-            incoming.recognize()  # it has shown its certificate
+            incoming.recognize(sender)  # it has shown its certificate
         return None
 
     def _take_place(self, group: str) -> None:

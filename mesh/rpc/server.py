@@ -25,7 +25,7 @@ from membership.identity import Identity, NodeId, short_id
 from membership.listener import Acceptor, Strangers
 from membership.ratelimit import TokenBuckets
 from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, TUNNELS_PER_NODE
-from mesh.rpc.memory import HELD, Memory
+from mesh.rpc.memory import HELD, MAX_REQUESTS_PER_PEER, Memory
 from mesh.rpc.streams import read_within
 from mesh.rpc.tls import PeerObject, server_context
 
@@ -43,7 +43,7 @@ LINGER_S = 1.0  # reads on after an early answer, so that the caller sees it
 COPIES = 2  # of a body while it is read
 LOOK_S = 2.0  # between two looks for former members; a tunnel tells its user within 0.5 s why it ends (own choice)
 
-assert CALLS_PER_NODE + TUNNELS_PER_NODE < MAX_PER_PEER
+assert CALLS_PER_NODE + TUNNELS_PER_NODE < MAX_PER_PEER and CALLS_PER_NODE <= MAX_REQUESTS_PER_PEER
 
 log = logging.getLogger(__name__)
 

@@ -390,6 +390,26 @@ async def test_few_bytes_of_a_stranger_are_read(
     assert left == 64 * 1024, "what members send does not count"
 
 
+async def test_few_bytes_of_a_member_are_read(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one member sends too much counts against no other member, nor against its address."""
+    monkeypatch.setattr(streams, "FRAME_LIMIT", 64 * 1024)
+    monkeypatch.setattr(streams, "MEMBER_BYTES_S", 1.0)
+    await mesh.start(3)
+    node, member, other = mesh.nodes
+    await member.stop()
+    digest = [(number.to_bytes(32, "big"), "a section", 1, 1) for number in range(1200)]
+    large = seal(member.identity, node.trust.mesh_id, "reconcile", encode_frame(Hello(1, member.chain, digest, [])))
+    assert len(large) > 50_000
+    answered = []
+    for _ in range(8):
+        reader, writer = await asyncio.open_connection(LOOPBACK, node.port, local_addr=("127.0.0.2", 0))
+        await write_frame(writer, large)
+        answered.append(await reader.read(1) != b"")
+        writer.close()
+    assert answered == [True] * 4 + [False] * 4
+    assert await other._streams.ping(node.identity.node_id, LOOPBACK, node.port, 5.0) == "acked"
+
+
 async def test_node_does_other_work_while_it_applies_a_large_frame(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member's frame of accusations of the receiver wrote its epoch to the disk for each, and stopped it for minutes."""
     await mesh.start(2)
