@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from ckptstore.messages import MAX_IDS, encode_ids
+from ckptstore.messages import MAX_IDS, MissingQuery, encode_ids, encode_missing_query
 from mesh.api.handlers import peers
 from mesh.api.handlers.peers import MANIFESTS, UPLOADS, UPLOADS_PER_PEER, PeerHandlers
 from mesh.consensus.messages import MessageError
@@ -149,3 +149,29 @@ async def test_manifests_are_worked_on_in_turn_even_for_members_that_leave() -> 
         free.set()
         await asyncio.gather(*calls, return_exceptions=True)
     assert not running and calls[0].cancelled() and not handlers._manifests._held
+
+
+async def test_lists_of_chunks_are_looked_up_in_turn() -> None:
+    handlers: Any = Receiver().handlers
+    free, asked = threading.Event(), list[bytes]()
+    senders = iter((b"a", b"b", b"c"))
+
+    async def admit(body: bytes) -> tuple[Any, bytes]:
+        return SimpleNamespace(node_id=next(senders)), body
+
+    def missing(ids: tuple[bytes, ...], not_delta: frozenset[bytes]) -> list[bytes]:
+        asked.extend(ids)
+        free.wait(60)
+        return list(ids)
+
+    handlers._admit, handlers._store = admit, SimpleNamespace(missing=missing)
+    calls = [
+        asyncio.create_task(handlers._missing(encode_missing_query(MissingQuery((bytes([number]) * 32,)))))
+        for number in range(3)
+    ]
+    async with asyncio.timeout(60):
+        while len(asked) < MANIFESTS:
+            await asyncio.sleep(0.01)
+        assert len(handlers._manifests._waiting) == 3 - MANIFESTS
+        free.set()
+        assert [(await call).body for call in calls] == [encode_ids([bytes([number]) * 32]) for number in range(3)]

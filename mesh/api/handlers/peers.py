@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -166,9 +167,10 @@ class PeerHandlers:
         return answer
 
     async def _missing(self, request: web.Request) -> web.Response:
-        _, body = await self._admit(request)
+        credentials, body = await self._admit(request)
         question = self._read(decode_missing_query, body)
-        missing = await asyncio.to_thread(self._store.missing, question.ids, frozenset(question.not_delta))
+        look = partial(self._store.missing, question.ids, frozenset(question.not_delta))
+        missing = await self._in_turn(credentials.node_id, look)
         return web.Response(body=encode_ids(missing))
 
     async def _put_chunks(self, request: web.Request) -> web.Response:
@@ -238,7 +240,7 @@ class PeerHandlers:
         return web.Response()
 
     async def _in_turn(self, sender: NodeId, work: Callable[[], T]) -> T:
-        """Work on a member's manifest in a thread, in its turn."""
+        """Work on a member's manifest, or list of chunks, in a thread, in its turn."""
         async with self._manifests.hold(sender, 1) as held:
             held.waits = False
             working = asyncio.create_task(asyncio.to_thread(work), name="work on a manifest")
