@@ -399,8 +399,9 @@ def check_spec(spec: JobSpec) -> None:
     if not 0 <= spec.created_unix_ms < 2**53:
         raise SpecError("the time of submission is not one")
     _check_share(spec)
-    if max(len(spec.on), len(spec.not_on)) > MAX_NAMED or any(len(node) != 32 for node in (*spec.on, *spec.not_on)):
-        raise SpecError(f"a job names at most {MAX_NAMED} nodes to run on, or not to run on")
+    named = (*spec.on, *spec.not_on)
+    if len(named) > MAX_NAMED or any(len(node) != 32 for node in named):  # a job that waits publishes them in one section
+        raise SpecError(f"a job names at most {MAX_NAMED} nodes to run on and not to run on, together")
     if not 1 <= spec.least_nodes <= spec.most_nodes <= MAX_NODES:
         raise SpecError(f"a job runs on 1 to {MAX_NODES} nodes, and on no fewer at most than at least")
     if spec.most_nodes > 1 and (spec.image is not None or spec.engine not in {None, "process"}):

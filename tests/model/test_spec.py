@@ -166,6 +166,7 @@ def test_damaged_spec_raises_or_decodes_to_a_valid_spec(data: st.DataObject) -> 
         ({"image": "x", "image_id": bytes(31)}, "32 bytes of its hash"),
         ({"after": (bytes(16),) * (MAX_AFTER + 1)}, "after at most 4096"),
         ({"after": (bytes(15),)}, "after at most 4096"),
+        ({"on": (bytes(32),) * 129, "not_on": (bytes(32),) * 128}, "at most 256 nodes"),
         ({"priority": -1}, "priority must be"),
         ({"priority": MAX_PRIORITY + 1}, "priority must be"),
         ({"max_time_s": 0.5}, "max time"),
