@@ -32,7 +32,7 @@ FIRST_CHECK_S = 2.0
 MAX_ANSWERS = 8
 MISSES = 2  # members in a row that do not reach this node: one may be cut off itself (own choice)
 AGAIN_S = 1.0  # until another member is asked (own choice)
-RELAYS_TRIED = 4  # in a row (own choice)
+RELAYS_TRIED = 2  # in a row, since the rest of the upkeep waits (own choice)
 SUSPECT_S = 2.0  # until a relay that does not answer is given up: a lost packet is refuted by then (own choice)
 
 log = logging.getLogger(__name__)

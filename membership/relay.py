@@ -209,15 +209,15 @@ async def use(core: Core, relay: Member, take: Take, lent: Callable[[int], None]
     asyncio.IncompleteReadError.
     """
     question = RelayMe(core.nonce())
-    async with connected(relay.host, relay.port) as (reader, writer):
+    async with asyncio.timeout(ANSWER_S) as limit, connected(relay.host, relay.port) as (reader, writer):
         keep_alive(writer.get_extra_info("socket"))
-        async with asyncio.timeout(ANSWER_S):
-            await write_frame(writer, core.seal_frame(question))
-            sender, answer = core.open_frame(await read_frame(reader, FRAME_BYTES))
+        await write_frame(writer, core.seal_frame(question))
+        sender, answer = core.open_frame(await read_frame(reader, FRAME_BYTES))
         if sender != relay.node or not isinstance(answer, Relayed) or answer.answers != question.nonce:
             raise FrameError("the answer does not match the question")
         if not answer.port:
             raise FrameError(answer.problem)
+        limit.reschedule(None)
         lent(answer.port)
         fetching: set[asyncio.Task[None]] = set()
         try:

@@ -224,5 +224,7 @@ def _broken(node: NodeId, url: str, error: Exception) -> PeerError:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return PeerError(f"another node answers at the address of node {short_id(node)}: {error.certificate_error}")
     if isinstance(error, aiohttp.ServerDisconnectedError):
-        return PeerError(f"node {short_id(node)} closed the connection: it is busy, or does not know this node as a member")
+        return PeerError(
+            f"node {short_id(node)} closed the connection: it is busy, or does not know this node as a member"
+        )
     return PeerError(f"node {short_id(node)}: {error or 'it does not answer'}")

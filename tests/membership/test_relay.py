@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from membership import relay as relay_module
@@ -14,7 +15,6 @@ from membership.envelope import seal
 from membership.framing import connected, read_frame, write_frame
 from membership.identity import Identity
 from membership.listener import MAX_UNSORTED_PER_HOST
-from membership.member import Member
 from membership.node import MembershipNode
 from membership.reconcile import FrameError, Relayed, RelayMe, encode_frame
 from membership.relay import ANSWER, TOKEN_BYTES, Loan, use
@@ -249,6 +249,29 @@ async def test_what_passes_is_held_to_the_rate(mesh: Mesh) -> None:
         writer.close()
 
 
+async def test_loan_outlasts_the_time_for_an_answer(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "ANSWER_S", 0.5)
+    relay, member, _ = mesh.nodes
+    async with borrowed(member, relay) as borrower:
+        await asyncio.sleep(1.0)
+        reader, writer = await asyncio.open_connection(LOOPBACK, borrower.port)
+        writer.write(TLS_HELLO)
+        assert await reader.readexactly(len(TLS_HELLO)) == TLS_HELLO
+        writer.close()
+
+
+async def test_relay_that_does_not_answer_is_given_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "ANSWER_S", 0.2)
+    relay, member, _ = mesh.nodes
+    found = member._core.swim.table.get(relay.identity.node_id)
+    assert found is not None
+    silent = socket.create_server((LOOPBACK, 0))
+    imposter = msgspec.structs.replace(found, port=silent.getsockname()[1])
+    with pytest.raises(TimeoutError):
+        await use(member._core, imposter, lambda connection, host: connection.close(), lambda port: None)
+    silent.close()
+
+
 async def test_relay_that_breaks_the_rules_is_left(mesh: Mesh) -> None:
     relay, member, other = mesh.nodes
     found = member._core.swim.table.get(relay.identity.node_id)
@@ -264,7 +287,7 @@ async def test_relay_that_breaks_the_rules_is_left(mesh: Mesh) -> None:
 
     server = await asyncio.start_server(hostile, LOOPBACK, 0)
     port = server.sockets[0].getsockname()[1]
-    imposter = Member(**{field: getattr(found, field) for field in found.__struct_fields__} | {"port": port})
+    imposter = msgspec.structs.replace(found, port=port)
     lent: list[int] = []
     honest_key = False
     with pytest.raises(FrameError, match="does not match"):
