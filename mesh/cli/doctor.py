@@ -445,7 +445,7 @@ def _network(status: dict[str, Any], network: dict[str, Any], own: Collection[st
         if topic not in {"clock", "certificate", "mdns", "reach", "policy"}:
             yield fail(topic, text)
     if not network["others"]:
-        invite = "on another machine, `mesh join` with the output of `mesh member invite NAME` (or --mine)"
+        invite = "`mesh join` on another machine, with the output of `mesh member invite NAME` (or --mine)"
         yield warn("others", "no other node is up", f"{invite}; on another network also `mesh up --join HOST`")
         return
     yield ok("others", f"{plural(network['others'], 'other node')} up")

@@ -19,7 +19,8 @@ from mesh.api.schema_version import SCHEMA
 LEAST = 24  # columns for text that wraps: on a narrower terminal its own line breaks serve (own choice)
 LINE = 65_536  # characters of a line; an invite has about 2,000 (own choice)
 CELL = 200  # characters of a cell, but the last of a row (own choice)
-_COMMAND = re.compile(r"(?<=`)mesh (?!--state )|(?<=&& )mesh (?!--state )")
+_QUOTED = re.compile(r"`[^`\n]*`( there| on another machine)?")
+_COMMAND = re.compile(r"(?:(?<=`)|(?<=&& ))mesh (?!--state )")
 LAST_CUT = 40  # columns of the last column for which others are cut (own choice)
 LAST = 12  # columns that the last column keeps before others are left out for it (own choice)
 
@@ -34,8 +35,15 @@ def use_state(state: str | None) -> None:
 
 
 def suggested(text: str) -> str:
-    """Return a message with the user's --state in the commands that it suggests, such as `mesh ps`."""
-    return _COMMAND.sub(lambda found: f"{found[0]}--state {_state} ", text) if _state else text
+    """Return a message with the user's --state in the commands that it suggests, such as `mesh ps`.
+
+    Those for another machine, as `mesh up` there, stay as they are.
+    """
+
+    def completed(quoted: re.Match[str]) -> str:
+        return quoted[0] if quoted[1] else _COMMAND.sub(lambda found: f"{found[0]}--state {_state} ", quoted[0])
+
+    return _QUOTED.sub(completed, text) if _state else text
 
 
 def say(text: str = "", err: bool = False, bold: bool = False) -> None:

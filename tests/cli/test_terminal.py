@@ -171,11 +171,13 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("named")
 def test_suggested_commands_are_about_the_node_that_the_user_has_named(capsys: pytest.CaptureFixture[str]) -> None:
     output.say("not lending: `mesh down && mesh up`, or `mesh --state DIR up`")
+    output.say("waiting for desk (`mesh up` there): see `mesh status`")
     table(["JOB", "WHY"], [["`mesh ps`", "see `mesh logs a`"]])
     table(["JOB", "COMMAND"], [["a", "sh -c 'echo `mesh ps`'"]])
     output.quote_line("command  sh -c 'echo `mesh ps`'")
     assert capsys.readouterr().out.splitlines() == [
         "not lending: `mesh --state '/x/my node' down && mesh --state '/x/my node' up`, or `mesh --state DIR up`",
+        "waiting for desk (`mesh up` there): see `mesh --state '/x/my node' status`",
         "JOB        WHY",
         "`mesh ps`  see `mesh --state '/x/my node' logs a`",
         "JOB  COMMAND",

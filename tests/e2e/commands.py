@@ -30,10 +30,10 @@ Done = subprocess.CompletedProcess[str]
 
 
 def command(state: StackNode | Path | None, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "mesh.cli", *_chosen(state), *arguments]
+    return [sys.executable, "-m", "mesh.cli", *chosen(state), *arguments]
 
 
-def _chosen(state: StackNode | Path | None) -> list[str]:
+def chosen(state: StackNode | Path | None) -> list[str]:
     where = state.where.root if isinstance(state, StackNode) else state
     return ["--state", str(where)] if where is not None else []
 
@@ -55,7 +55,7 @@ def mesh(
     """Run one command to its end. `within` is a wrapper command such as `ip netns exec`."""
     env = {**os.environ, "COLUMNS": "160", **env}
     if not within:
-        return forks.run([*_chosen(state), *arguments], input_text, cwd, timeout_s, env)
+        return forks.run([*chosen(state), *arguments], input_text, cwd, timeout_s, env)
     return subprocess.run(
         [*within, *command(state, *arguments)],
         input=input_text,
@@ -77,7 +77,7 @@ def ok(state: StackNode | Path | None, *arguments: str, **options: Any) -> str:
 
 def here(state: StackNode | Path | None, *arguments: str) -> Result:
     """Run one command inside this process, for calls that are many: a new process takes 0.1 s of CPU time."""
-    return CliRunner().invoke(cli, [*_chosen(state), *arguments], prog_name="mesh", env={"COLUMNS": "160"})
+    return CliRunner().invoke(cli, [*chosen(state), *arguments], prog_name="mesh", env={"COLUMNS": "160"})
 
 
 def read(state: StackNode | Path | None, *arguments: str) -> Any:

@@ -254,7 +254,7 @@ def test_machines_of_a_revoked_admitter_return_by_a_new_approval(home: Path, fou
     until(lambda: alive(founder) == {"desk", "rack", "shelf"}, "all nodes to see each other")
     told = mesh(founder, "member", "revoke", "rack", "--yes")
     assert told.returncode == 0 and "1 member that it admitted, added or renewed" in told.stderr
-    (again,) = re.findall(r"^  mesh (member approve \w{7})  # shelf, user cyd$", told.stderr, re.MULTILINE)
+    (again,) = re.findall(r"^  mesh --state \S+ (member approve \w{7})  # shelf, user cyd$", told.stderr, re.MULTILINE)
     until(lambda: alive(founder) == {"desk"}, "both to be dropped")
     until(lambda: "renewed 'shelf' was revoked" in read(third, "status")["problem"], "the machine to say why")
     assert "approve shelf" in ok(founder, "member", "ls")

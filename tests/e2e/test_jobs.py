@@ -87,7 +87,7 @@ def test_job_receives_its_environment_and_name(shared: Stack) -> None:
 
 def test_submit_prints_only_the_id_or_json(shared: Stack) -> None:
     done = mesh(shared.nodes[0], "submit", "--no-workdir", "--", "true")
-    assert len(done.stdout.split()) == 1 and "mesh logs -f" in done.stderr
+    assert len(done.stdout.split()) == 1 and " logs -f" in done.stderr
     answer = json.loads(ok(shared.nodes[0], "submit", "--no-workdir", "--json", "--", "true"))
     assert answer["schema"] == 1 and answer["witnesses"] == 3 and answer["warning"] == ""
 
