@@ -41,7 +41,7 @@ def test_blocked_udp_falls_back_to_tcp_and_is_reported(lan: Lan) -> None:
 
 
 def test_unreachable_node_reports_the_problem(lan: Lan) -> None:
-    hosts = office(lan, 2)
+    hosts = office(lan, 2, relay_nodes=0)
     hosts[1].iptables("-A", "INPUT", "-p", "tcp", "--dport", "7373", "-j", "DROP")
     finding = findings(hosts[1])["TCP"]
     assert finding["state"] == "fail" and "TCP port 7373" in finding["next"]
