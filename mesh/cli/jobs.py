@@ -16,7 +16,7 @@ from mesh.cli.job_file import JobCommand, job_file, printed_file
 from mesh.cli.job_options import job_options, make_order
 from mesh.cli.listing import listing, show
 from mesh.cli.names import JOB, NODE
-from mesh.cli.output import Output, confirm, print_json, print_text, say, table
+from mesh.cli.output import Output, confirm, print_json, print_text, say, table, to_copy
 from mesh.cli.progress import progress, report, waiting_for
 from mesh.cli.terminal import DURATION, ago, client, input_waits, job_path, json_option, quote
 from mesh.model.bounds import MAX_NODES
@@ -93,7 +93,7 @@ def submit(
     follow = f"{short}_{options['array'][0][0]}" if options["array"] else short
     show_state = (f"mesh ps {short}", f"mesh wait {short}") if options["array"] else (f"mesh why {short}",)
     for line in (f"mesh logs -f {follow}", *show_state, f"mesh cancel {short}"):
-        say(f"  `{line}`", err=True)
+        say(f"  {to_copy(line)}", err=True)
 
 
 @click.command(cls=JobCommand)

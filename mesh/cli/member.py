@@ -13,7 +13,7 @@ import click
 from membership.addresses import address_text, parse_seed
 from mesh.cli.listing import listing, show
 from mesh.cli.names import NODE, WAITING
-from mesh.cli.output import ask_secret, confirm, print_json, say, suggested, table
+from mesh.cli.output import ask_secret, confirm, print_json, say, table, to_copy
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout
 from mesh.daemon.config import GOSSIP_PORT
@@ -542,7 +542,7 @@ def revoke(ctx: click.Context, node: str, reason: str, yes: bool, as_json: bool)
         say("next, for each that you still trust (its daemon asks again by itself):", err=True)
         for one in lost:
             existing = " --existing" if one["existing"] else ""
-            command = suggested(f"`mesh member approve {one['node'][:7]}{existing}`").strip("`")
+            command = to_copy(f"mesh member approve {one['node'][:7]}{existing}")
             say(f"  {command}  # {one['nick']}, user {one['user']}", err=True)
 
 

@@ -46,6 +46,11 @@ def suggested(text: str) -> str:
     return _QUOTED.sub(completed, text) if _state else text
 
 
+def to_copy(command: str) -> str:
+    """Return a suggested command as a line to copy into a shell, which would run what stands in backticks."""
+    return suggested(f"`{command}`").strip("`")
+
+
 def say(text: str = "", err: bool = False, bold: bool = False) -> None:
     """Print one line. Whatever the text holds, it is one line of visible characters."""
     _print(suggested(text), err, bold)

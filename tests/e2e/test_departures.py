@@ -109,7 +109,7 @@ def test_dead_witnesses_are_replaced_in_turn(make_stack: MakeStack) -> None:
             now = job_state(host, job)
             return gone not in now["witnesses"] and len(now["witnesses"]) == 3
 
-        until(replaced, f"{victim} to be replaced as a witness")
+        until(replaced, f"{victim} to be replaced as a witness", 150)
     assert job_state(host, job)["node"] == host.nick, "the job must stay on its host"
     ok(host, "cancel", job)
     assert finished(host, job)["outcome"]["kind"] == "cancelled"
