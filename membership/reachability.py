@@ -85,15 +85,14 @@ class Reachability:
         self._addresses: list[str] = []
         self._check_at = 0.0
         self._take = take
-        self._relay: NodeId | None = None
-        self._lent: tuple[str, int] | None = None  # host and port of the relay
+        self._lent: tuple[Member, int] | None = None  # the relay, and its port
         self._relaying: asyncio.Task[None] | None = None
         self._misses = 0
         self._tried: set[NodeId] = set()  # members that do not relay, or whose port nobody reaches
 
     @property
     def host(self) -> str:
-        return self._lent[0] if self._lent is not None else self.own_host
+        return self._lent[0].host if self._lent is not None else self.own_host
 
     @property
     def port(self) -> int:
@@ -101,7 +100,7 @@ class Reachability:
 
     async def close(self) -> None:
         """Leave the relay."""
-        self._relay = self._lent = None
+        self._lent = None
         if self._relaying is not None:
             self._relaying.cancel()
             await asyncio.gather(self._relaying, return_exceptions=True)
@@ -138,8 +137,8 @@ class Reachability:
 
     async def check_if_due(self, core: Core, streams: Streams) -> None:
         """Ask a random member whether it reaches this node at its own address, and if not, at its relay's."""
-        if self._relay is not None and self._has_lost(self._relay, core):
-            self._tried = {self._relay}
+        if self._lent is not None and self._has_lost(self._lent[0].node, core):
+            self._tried = {self._lent[0].node}
             await self._find_relay(core)
         peers = _sample(core, 1, self._rng)
         if self._clock.boot() < self._check_at or not peers:
@@ -149,7 +148,7 @@ class Reachability:
         try:
             own = answer = await streams.ask_reached(peer.node, self.own_host, self.own_port, peer.host, peer.port)
             if self._lent is not None and own.tcp != "acked":
-                answer = await streams.ask_reached(peer.node, *self._lent, peer.host, peer.port)
+                answer = await streams.ask_reached(peer.node, self.host, self.port, peer.host, peer.port)
         except FAILURES as error:
             log.debug("%s did not answer a reachability check: %s", short_id(peer.node), error)
             return
@@ -163,7 +162,7 @@ class Reachability:
         self._problems.pop("reach", None)
         if own.tcp == "acked":
             self._misses = 0
-            if self._relay is not None:
+            if self._lent is not None:
                 await self.close()
                 core.set_address(self.host, self.port)
                 self._check_at = self._clock.boot() + AGAIN_S  # that was one member's word
@@ -172,7 +171,7 @@ class Reachability:
             if self._misses < MISSES or await self._find_relay(core):
                 self._check_at = self._clock.boot() + AGAIN_S
                 return
-        if answer.tcp != "acked" or (not answer.udp and self._relay is None):
+        if answer.tcp != "acked" or (not answer.udp and self._lent is None):
             self._check_at = self._clock.boot() + RECHECK_S
             self._problems["reach"] = self._describe(core.trust.seen()[peer.node].nick, answer)
 
@@ -197,12 +196,12 @@ class Reachability:
 
     async def _borrow(self, member: Member, core: Core) -> bool:
         """Ask a member for a port, and advertise it; False if it lends none."""
-        lent = asyncio.Event()
+        lent = asyncio.get_running_loop().create_future()
 
         def advertise(port: int) -> None:
-            self._relay, self._lent = member.node, (member.host, port)
+            self._lent = member, port
             core.set_address(self.host, self.port)
-            lent.set()
+            lent.set_result(None)
 
         async def relayed() -> None:
             try:
@@ -212,12 +211,10 @@ class Reachability:
 
         nick = core.trust.seen()[member.node].nick
         self._relaying = asyncio.create_task(relayed(), name="relayed")
-        waiting = asyncio.create_task(lent.wait())
-        await asyncio.wait({self._relaying, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if lent.is_set():
+        await asyncio.wait({self._relaying, lent}, return_when=asyncio.FIRST_COMPLETED)
+        if lent.done():
             log.info("no member reaches this node at %s: %s passes connections on", self.own_host, nick)
-        return lent.is_set()
+        return lent.done()
 
     async def report(self, core: Core, streams: Streams, bootstrap: Bootstrap) -> NetworkReport:
         """Ask three random members now how they reach this node."""
@@ -236,7 +233,7 @@ class Reachability:
             clock_peers=core.swim.skew.peers,
             over_tcp=sum(core.paths.by_stream(member.node, self._clock.boot()) for member in others),
             no_route=tuple(core.trust.seen()[member.node].nick for member in others if member.host in no_route),
-            relay="" if self._relay is None else core.trust.seen()[self._relay].nick,
+            relay="" if self._lent is None else core.trust.seen()[self._lent[0].node].nick,
         )
 
     @property

@@ -107,7 +107,7 @@ class Relayed(Frame, frozen=True, array_like=True, tag="y"):
     problem: str
 
 
-class Incoming(Frame, frozen=True, array_like=True, tag="i"):
+class Waiting(Frame, frozen=True, array_like=True, tag="i"):
     """A connection from this host waits for one that begins with `token`."""
 
     answers: int
@@ -129,7 +129,7 @@ AnyFrame = (
     | Reached
     | RelayMe
     | Relayed
-    | Incoming
+    | Waiting
 )
 
 

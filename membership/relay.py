@@ -27,7 +27,7 @@ from membership.listener import (
     first_byte,
 )
 from membership.member import Member
-from membership.reconcile import FrameError, Incoming, Relayed, RelayMe
+from membership.reconcile import FrameError, Relayed, RelayMe, Waiting
 
 ANSWER, TOKEN_BYTES = b"R", 16  # begin of the member's connections to its port
 ANSWER_S = 5.0  # for an answer of the other side, as for an exchange (own choice)
@@ -43,7 +43,7 @@ class Relay:
     """Lends the ports above this node's own to at most `most` members; passes at most `mbps` on, for all of them together."""
 
     def __init__(self, core: Core, bind_host: str, own_port: int, most: int, mbps: float) -> None:
-        self._core, self._bind_host, self._own_port = core, bind_host, own_port
+        self.core, self._bind_host, self._own_port = core, bind_host, own_port
         self._most, self._bytes_s = most, mbps * 1e6 / 8
         self._loans: dict[NodeId, asyncio.Task[None]] = {}
         self._free_at = 0.0  # when the link is free again, at that rate
@@ -69,7 +69,7 @@ class Relay:
     def end_former(self) -> None:
         """End the loans of nodes that are no members any more."""
         for node, loan in self._loans.items():
-            if not self._core.is_member(node):
+            if not self.core.is_member(node):
                 loan.cancel()
 
     async def _lend(
@@ -81,11 +81,11 @@ class Relay:
         try:
             loan.start(listeners)
             keep_alive(writer.get_extra_info("socket"))
-            await self.tell(writer, Relayed(self._core.nonce(), question.nonce, port, problem or "no port is free"))
+            await self.tell(writer, Relayed(self.core.nonce(), question.nonce, port, problem or "no port is free"))
             if listeners:
                 await reader.read(1)  # its end
         except OSError:
-            self._core.counters["relay_broken"] += 1
+            self.core.counters["relay_broken"] += 1
         finally:
             await loan.close()
             writer.close()
@@ -97,14 +97,11 @@ class Relay:
                 return bound_sockets(self._bind_host, port, socket.SOCK_STREAM)
         return []
 
-    async def tell(self, writer: asyncio.StreamWriter, frame: Relayed | Incoming) -> None:
+    async def tell(self, writer: asyncio.StreamWriter, frame: Relayed | Waiting) -> None:
         if writer.transport.get_write_buffer_size() > MAX_UNREAD:
             writer.transport.abort()
             raise ConnectionAbortedError("the member does not read")
-        await write_frame(writer, self._core.seal_frame(frame))
-
-    def nonce(self) -> int:
-        return self._core.nonce()
+        await write_frame(writer, self.core.seal_frame(frame))
 
     async def pace(self, count: int) -> None:
         """Wait until the link has passed so many bytes on."""
@@ -169,8 +166,8 @@ class Loan:
         token, answered = os.urandom(TOKEN_BYTES), asyncio.get_running_loop().create_future()
         self._waiting[token] = answered
         try:
-            incoming = Incoming(self._relay.nonce(), self._question.nonce, token, host)
-            await self._relay.tell(self._writer, incoming)
+            waiting = Waiting(self._relay.core.nonce(), self._question.nonce, token, host)
+            await self._relay.tell(self._writer, waiting)
             async with asyncio.timeout(ANSWER_S):
                 await asyncio.wait({answered})
             task = asyncio.current_task()
@@ -223,7 +220,7 @@ async def use(core: Core, relay: Member, take: Take, lent: Callable[[int], None]
         try:
             while True:
                 sender, frame = core.open_frame(await read_frame(reader, FRAME_BYTES))
-                if sender != relay.node or not isinstance(frame, Incoming) or frame.answers != question.nonce:
+                if sender != relay.node or not isinstance(frame, Waiting) or frame.answers != question.nonce:
                     raise FrameError("the stream of a relay brings something else")
                 if len(fetching) < MAX_UNSORTED:
                     task = asyncio.create_task(_fetch(relay.host, answer.port, frame, take))
@@ -235,7 +232,7 @@ async def use(core: Core, relay: Member, take: Take, lent: Callable[[int], None]
             await asyncio.gather(*fetching, return_exceptions=True)
 
 
-async def _fetch(host: str, port: int, incoming: Incoming, take: Take) -> None:
+async def _fetch(host: str, port: int, waiting: Waiting, take: Take) -> None:
     """Connect to the port, and serve the connection that waits there as one from its own host."""
     loop = asyncio.get_running_loop()
     connection = socket.socket(family_of(host), socket.SOCK_STREAM)
@@ -243,10 +240,10 @@ async def _fetch(host: str, port: int, incoming: Incoming, take: Take) -> None:
     try:
         async with asyncio.timeout(ANSWER_S):
             await loop.sock_connect(connection, (host, port))
-            await loop.sock_sendall(connection, ANSWER + incoming.token)
+            await loop.sock_sendall(connection, ANSWER + waiting.token)
     except BaseException as error:
         connection.close()
         if not isinstance(error, OSError | TimeoutError):
             raise
     else:
-        take(connection, incoming.host)
+        take(connection, waiting.host)

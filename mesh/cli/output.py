@@ -137,10 +137,11 @@ def table(
     rows = [[*(_sanitized(cell, CELL) for cell in row[:-1]), _sanitized(told(row[-1]), LINE)] for row in rows]
     room, kept = _room(), list(range(len(header)))
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    for name, least in (cut or {}).items() if room is not None else ():
-        column, wanted = header.index(name), sum(widths[:-1]) + 2 * (len(widths) - 1) + min(LAST_CUT, widths[-1])
-        if column < len(header) - 1:
-            widths[column] = min(widths[column], max(least, widths[column] - max(0, wanted - (room or 0))))
+    if room is not None:
+        for name, least in (cut or {}).items():
+            column, wanted = header.index(name), sum(widths[:-1]) + 2 * (len(widths) - 1) + min(LAST_CUT, widths[-1])
+            if column < len(header) - 1:
+                widths[column] = min(widths[column], max(least, widths[column] - max(0, wanted - room)))
     rows = [[*map(_cut_inside, row[:-1], widths), row[-1]] for row in rows]
     for name in spare:
         if room is None or sum(widths[c] + 2 for c in kept[:-1]) + min(LAST, widths[kept[-1]]) <= room:

@@ -48,8 +48,8 @@ class MemberState(msgspec.Struct):
     """The runner's view of one member.
 
     Its guest freezes after `runs_until`, by the runner's clock. `asked` counts its questions, and `asked_before` those before
-    the first trouble. `code` is its exit status once it has ended, and `how` tells
-    more. `trouble` tells why the gang cannot continue with it.
+    the first trouble. `code` is its exit status once it has ended, and `how` says more. `trouble` tells why the gang cannot
+    continue with it.
     """
 
     node: bytes

@@ -400,9 +400,8 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError("the time of submission is not one")
     _check_share(spec)
     named = (*spec.on, *spec.not_on)
-    if len(named) > MAX_NAMED or any(
-        len(node) != 32 for node in named
-    ):  # a job that waits publishes them in one section
+    # A job that waits publishes them in one section.
+    if len(named) > MAX_NAMED or any(len(node) != 32 for node in named):
         raise SpecError(f"a job names at most {MAX_NAMED} nodes to run on and not to run on, together")
     if not 1 <= spec.least_nodes <= spec.most_nodes <= MAX_NODES:
         raise SpecError(f"a job runs on 1 to {MAX_NODES} nodes, and on no fewer at most than at least")

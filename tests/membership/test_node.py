@@ -391,7 +391,7 @@ async def test_few_bytes_of_a_stranger_are_read(
 
 
 async def test_few_bytes_of_a_member_are_read(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one member sends too much counts against no other member, nor against its address."""
+    """What a member sends beyond its bound counts against its address, and against no other member."""
     monkeypatch.setattr(streams, "FRAME_LIMIT", 64 * 1024)
     monkeypatch.setattr(streams, "MEMBER_BYTES_S", 1.0)
     await mesh.start(3)
