@@ -140,9 +140,9 @@ def end_of(stack: Stack) -> Path:
     return Path(stack.overrides["process_sees"][0]) / f"{stack.directory.name}-end"
 
 
-def submit_endless(node: StackNode, end: Path, *options: str) -> str:
+def submit_endless(node: StackNode, end: Path, *options: str, pace_s: float = 0.02) -> str:
     """Submit a counting job that ends when the file `end` exists, and return its id."""
-    return submit_count(node, ENDLESS, "--env", f"UNTIL={end}", *options)
+    return submit_count(node, ENDLESS, "--env", f"UNTIL={end}", *options, pace_s=pace_s)
 
 
 def count_of(node: StackNode, job: str) -> tuple[int, str]:

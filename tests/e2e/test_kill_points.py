@@ -25,6 +25,7 @@ from tests.kill_points import killed_before
 
 pytestmark = [pytest.mark.e2e, pytest.mark.strace, pytest.mark.timeout(900)]
 KILLED_S = 180.0  # a daemon under strace is slow, and the call has to come by itself (own choice)
+PACE_S = 0.1  # so a checkpoint stays for 2 s: one of 0.4 s can be gone before a daemon under strace has opened it
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def test_host_killed_in_a_save_a_commit_a_prune_and_at_the_end(make_stack: Calla
     stack = make_stack(3)
     user = stack.nodes[0]
     ok(user, "pause")
-    job = submit_endless(user, end_of(stack), "--replicas", "2")
+    job = submit_endless(user, end_of(stack), "--replicas", "2", pace_s=PACE_S)
 
     def host() -> StackNode:
         return stack.node(running_with_checkpoint(user, job)["node"])
@@ -99,7 +100,7 @@ def test_node_killed_while_it_recovers_a_job_recovers_it_afterwards(make_stack: 
     stack = make_stack(4)
     user = stack.nodes[0]
     ok(user, "pause")
-    job = submit_endless(user, end_of(stack), "--replicas", "3")
+    job = submit_endless(user, end_of(stack), "--replicas", "3", pace_s=PACE_S)
     state = running_with_checkpoint(user, job)
     lost = [stack.node(nick) for nick in state["witnesses"] if nick != user.nick]
     send(signal.SIGKILL, *lost)

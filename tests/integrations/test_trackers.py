@@ -127,7 +127,7 @@ def moved(stack: Stack, project: Path, out: Path, kind: str, *words: str, **env:
     return job, int(found[1])
 
 
-@pytest.mark.parametrize("kind", ["wandb", "mlflow", "tensorboard"])
+@pytest.mark.parametrize("kind", ["wandb", pytest.param("mlflow", marks=pytest.mark.slow), "tensorboard"])
 def test_moved_job_is_one_run(kind: str, project: Path, tmp_path: Path) -> None:
     sees = [str(FRAMEWORKS_PYTHON.parents[1]), str(tmp_path)]
     with Stack(3, overrides={"slots": 1, "grace_s": 60.0, "process_sees": sees[::-1]}) as stack:
