@@ -21,7 +21,7 @@ test: venv
 	$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Negative controls of the simulator (each takes one rule out and plays seeds until a checker notices), its later seeds, variants of the
-# framework trainings, tutorials with PyTorch and JAX, and the demo in containers. Forty minutes.
+# framework trainings, MLflow, tutorials with PyTorch and JAX, and the demo in containers. Forty minutes.
 test-slow: venv
 	$(PYTHON) -m pytest -m slow -n $(WORKERS) --timeout 1800 $(PYTEST_ARGS)
 

@@ -129,7 +129,7 @@ def test_checkpoint_saved_while_its_holder_is_suspect_outlives_its_host(lan: Lan
     """The host hears no gossip, but it can call the other, which also is the only witness."""
     user, host = office(lan, 2, **LENDS, api_port=GOSSIP_PORT + 1)
     user.ok("pause")
-    job = submit(user, "--replicas", "1", pace_s=0.02)
+    job = submit(user, "--replicas", "1", pace_s=0.05)
     saved(user, job)
     user.ok("lend")
 
