@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 LIMIT_BYTES = 1 << 30  # what a person may send by accident; `mesh data` is for more
 LIMIT_FILES = 50_000
 ALWAYS_IGNORED = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache")
+STATE_FILES = {"node.key", "genesis"}  # what shows the state directory of a node
 IGNORE_FILES = (".gitignore", ".meshignore")  # a rule with ! in the second takes back one of the first
 
 
@@ -56,8 +57,8 @@ class IgnoreRules:
 def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
     """Return the files and directories to send, by their path in the store (`work/...`).
 
-    Left out is what the ignore rules name, and `ignored` (the checkpoint directory). MeshError: too many, not readable, or a link
-    that leads out.
+    Left out is what the ignore rules name, and `ignored` (the checkpoint directory). MeshError: too many, not readable, a link
+    that leads out, or a node's state directory, which holds its key.
     """
     if not directory.is_dir():
         raise MeshError(f"working directory {directory} is not a directory", ExitCode.USAGE)
@@ -67,6 +68,12 @@ def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
     for parent, names, files in os.walk(directory):
         here = Path(parent)
         below = here.relative_to(directory)
+        if {*files} >= STATE_FILES:
+            raise MeshError(
+                f"the working directory {directory} holds {here}: the state of a node, with its key, which no other machine may "
+                "have. Run from the project's own directory, name it with --workdir, or use --no-workdir.",
+                ExitCode.USAGE,
+            )
         if below != Path():
             rules.enter(below)
         names[:] = sorted(n for n in names if not rules.ignores(below / n, True))

@@ -41,6 +41,20 @@ def test_meshignore_excludes_files(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("below", ["", ".local/state/campus-mesh/"])
+def test_key_of_a_node_is_never_sent(tmp_path: Path, below: str) -> None:
+    make(tmp_path, "train.py", f"{below}node.key", f"{below}genesis")
+    with pytest.raises(MeshError, match="with its key, which no other machine may have") as refused:
+        collect_files(tmp_path, ())
+    assert refused.value.code == ExitCode.USAGE
+
+
+def test_state_of_a_node_that_is_ignored_keeps_no_job_from_being_sent(tmp_path: Path) -> None:
+    make(tmp_path, "train.py", "certs/node.key", "state/node.key", "state/genesis")
+    (tmp_path / ".meshignore").write_text("state/\n")
+    assert "work/certs/node.key" in collect_files(tmp_path, ())
+
+
 def test_gitignore_rules_apply_as_in_git(tmp_path: Path) -> None:
     make(
         tmp_path,
