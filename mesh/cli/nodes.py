@@ -24,7 +24,11 @@ LOG_LINES = 50
 @click.option(
     "--join", multiple=True, metavar="HOST:PORT", help="Address of another node, if mDNS cannot find one. Repeatable."
 )
-@click.option("--lend", is_flag=True, help="Lend this machine: its GPUs, and --slots for jobs without a GPU.")
+@click.option(
+    "--lend",
+    is_flag=True,
+    help="Lend this machine, also after later starts: its GPUs, and --slots for jobs without a GPU.",
+)
 @click.option(
     "--slots", type=click.IntRange(0, 1024), help="Number of jobs without a GPU that run at a time (default 1)."
 )

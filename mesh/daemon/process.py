@@ -25,6 +25,7 @@ from mesh.daemon.daemon import Daemon
 from mesh.daemon.layout import Layout
 from mesh.daemon.systemd import LEAVING_S, notify, raise_file_limit
 from mesh.execution.process import subtree
+from mesh.gpus.inventory import keep_lending
 from mesh.journal import JournalError
 from mesh.util import capabilities
 from mesh.util.errors import ConfigError, MeshError
@@ -84,7 +85,11 @@ def main() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             sys.exit(f"mesh: another daemon runs with {layout.root}: `mesh status`, or `mesh down` to stop it")
-        settings = load_settings(layout.config, json.loads(options.overrides))
+        overrides = json.loads(options.overrides)
+        settings = load_settings(layout.config, overrides)
+        if overrides.get("lend"):
+            with suppress(OSError, ValueError):  # the daemon reports it
+                keep_lending(layout.lending)
         subtree.claim(settings.grace_s + LEAVING_S)
         asyncio.run(_run(layout, settings))
     except BaseExceptionGroup as group:

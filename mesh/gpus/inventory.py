@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from membership.durable import write_durably
 from placement.advert import HORIZONS_S, HOUR, Advert, Gpu, HeldBy, Portion, SystemCheckpoints
 from placement.allocation import FreeGpus, all_free, allocate, subtract
 from placement.filters import DataOffer, ImageOffer, refusals
@@ -46,6 +47,15 @@ def load_lending(path: Path, lends: bool) -> Lending:
         return Lending(lends)
     kept = msgspec.json.decode(path.read_bytes(), type=Lending)
     return msgspec.structs.replace(kept, lending=kept.lending or lends)
+
+
+def keep_lending(path: Path) -> None:
+    """Keep `mesh up --lend` as the owner's decision, as `mesh lend` does. A pause and what was taken back stay.
+
+    OSError or ValueError if the last decision cannot be read or written.
+    """
+    if not load_lending(path, False).lending:
+        write_durably(path, msgspec.json.encode(load_lending(path, True)))
 
 
 class Inventory:

@@ -11,6 +11,7 @@ import pytest
 
 from mesh.daemon.layout import Layout
 from mesh.daemon.process import LogFormatter, _words
+from mesh.gpus.inventory import load_lending
 
 RARE = {"cryptography", "h11", "numpy", "packaging", "pathspec", "rich", "zeroconf"}
 START = f"""
@@ -31,6 +32,14 @@ def test_start_keeps_environment_and_loads_no_library_that_few_nodes_need(author
         [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert loaded.stdout.splitlines() == [str(authorities), ""], loaded.stderr
+
+
+@pytest.mark.parametrize(("overrides", "lends"), [('{"lend": true}', True), ("{}", False)])
+def test_lend_option_of_a_start_holds_for_later_ones(overrides: str, lends: bool, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mesh.daemon.entry", "--state", str(tmp_path), "--overrides", overrides]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "belongs to no mesh" in ended.stderr
+    assert load_lending(tmp_path / "lending.json", lends=False).lending is lends
 
 
 @pytest.mark.parametrize(

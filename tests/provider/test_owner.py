@@ -19,7 +19,7 @@ from cuda_guard.auditor import GpuProcess
 from mesh.api.handlers.lending import LendingHandlers
 from mesh.api.requests import LendOrder, ReclaimOrder
 from mesh.gpus.guest_processes import Whereabouts
-from mesh.gpus.inventory import Inventory, Lending, Presence, load_lending
+from mesh.gpus.inventory import Inventory, Lending, Presence, keep_lending, load_lending
 from mesh.provider.owner import STALE_S, Owner, works
 from mesh.provider.policy import Policy
 from mesh.provider.presence import Memory, Seen, Stand
@@ -77,6 +77,16 @@ def test_owner_decision_survives_restart(tmp_path: Path) -> None:
     assert load_lending(path, lends=False) == Lending(True, paused=True, withheld=("GPU-a",))
     path.write_bytes(msgspec.json.encode(Lending(False, paused=True)))
     assert load_lending(path, lends=True) == Lending(True, paused=True)
+
+
+def test_choice_at_a_start_is_kept_and_ends_no_pause(tmp_path: Path) -> None:
+    path = tmp_path / "lending.json"
+    keep_lending(path)
+    assert load_lending(path, lends=False) == Lending(True)
+    held = Lending(False, paused=True, withheld=("GPU-a",), until_unix=7)
+    path.write_bytes(msgspec.json.encode(held))
+    keep_lending(path)
+    assert load_lending(path, lends=False) == msgspec.structs.replace(held, lending=True)
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='{}":lendigtrufas,[] ', max_size=60).map(str.encode))
