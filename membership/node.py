@@ -171,7 +171,7 @@ class MembershipNode:
         await asyncio.to_thread(self._revocations.read_into, self.trust)
         await asyncio.to_thread(self.used_invites.read, now_unix)
         if self.identity.node_id in self.trust.revoked:
-            raise TrustError("this node's key was revoked: ask for an invite and join with a new --state directory")
+            raise TrustError("this node's key was revoked: `mesh leave`, then `mesh join` with a new invite")
         self._snapshot = await asyncio.to_thread(self._snapshots.read)
         self._bootstrap.remembered = [(peer.host, peer.port) for peer in self._snapshot.peers]
         if self._snapshots.warning:

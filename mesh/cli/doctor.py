@@ -443,7 +443,7 @@ def _families(addresses: Sequence[str], network: dict[str, Any]) -> Iterator[Fin
 def _network(status: dict[str, Any], network: dict[str, Any], own: Collection[str]) -> Iterator[Finding]:
     for topic, text in status["problems"].items():
         if topic not in {"clock", "certificate", "mdns", "reach", "policy"}:
-            yield fail(topic, text)
+            yield fail(topic, text, "`mesh leave`, then `mesh join` with a new invite" if topic == "revoked" else "")
     if not network["others"]:
         invite = "`mesh join` on another machine, with the output of `mesh member invite NAME` (or --mine)"
         yield warn("others", "no other node is up", f"{invite}; on another network also `mesh up --join HOST`")

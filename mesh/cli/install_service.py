@@ -81,7 +81,7 @@ def install_service(
         )
     except ValueError as error:
         raise MeshError(str(error)) from error
-    path = (Path(SYSTEM_DIRECTORY) if root else _user_directory()) / UNIT
+    path = (Path(SYSTEM_DIRECTORY) if root else user_directory()) / UNIT
     answer = {"path": str(path), "user": name or pwd.getpwuid(os.geteuid()).pw_name, "allow": list(extras)}
     if only_print:
         if as_json:
@@ -161,7 +161,7 @@ def _layout_of(ctx: click.Context, owner: pwd.struct_passwd) -> Layout:
     return where
 
 
-def _user_directory() -> Path:
+def user_directory() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "systemd" / "user"
 
 

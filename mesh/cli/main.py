@@ -32,6 +32,7 @@ SECTIONS: dict[str, list[Command]] = {
     "The mesh": [
         ("init", "mesh.cli.member", "Found a mesh"),
         ("join", "mesh.cli.member", "Join a mesh with an invite, or ask one of its nodes"),
+        ("leave", "mesh.cli.leave", "Leave the mesh for good; state is put aside or removed"),
         ("member", "mesh.cli.member", "ls, invite, pending, approve, revoke, key, usage"),
         ("nodes", "mesh.cli.nodes", "List nodes and what they lend"),
         ("top", "mesh.cli.top", "Watch the mesh in this terminal, or --web in a browser"),

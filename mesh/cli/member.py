@@ -142,7 +142,7 @@ def _invite_text(where_to: str | None, file: IO[str] | None) -> str:
 def _refuse_member(where: Layout) -> None:
     if where.genesis.exists():
         raise MeshError(
-            f"{where.root} belongs to a mesh already (`mesh status` shows it): use another --state for another mesh",
+            f"{where.root} belongs to a mesh already (`mesh status`): `mesh leave` leaves it, --state names another node",
             ExitCode.REFUSED,
         )
 

@@ -128,9 +128,13 @@ def _banner(status: dict[str, Any]) -> None:
             say("mesh: this node may not admit others, so --open has no effect here", err=True)
 
 
+grace_option = click.option("--grace", type=DURATION, help="Time for guests to save (default 30s).")
+now_option = click.option("--now", is_flag=True, help="Kill guests at once.")
+
+
 @click.command()
-@click.option("--grace", type=DURATION, help="Time for guests to save (default 30s).")
-@click.option("--now", is_flag=True, help="Kill guests at once.")
+@grace_option
+@now_option
 @json_option
 @click.pass_context
 def down(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> None:
@@ -138,19 +142,24 @@ def down(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> N
 
     After a daemon was killed, remove what it left on this machine: containers, their networks and rules, the network edge.
     """
+    answer = stop(ctx, grace, now)
+    removed = answer.get("removed")
+    if as_json:
+        print_json(answer)
+    elif removed:
+        say(f"no daemon ran here; removed what a killed daemon had left: {removed}", err=True)
+    else:
+        say("down" if removed is None else "this node is not running")
+
+
+def stop(ctx: click.Context, grace: float | None, now: bool) -> dict[str, Any]:
+    """Stop the daemon and wait for its end; return its answer. If none runs, return what a killed one left (`removed`)."""
     try:
-        answer = client(ctx).post("/v1/down", {"grace_s": grace, "now": now})
+        answer: dict[str, Any] = client(ctx).post("/v1/down", {"grace_s": grace, "now": now})
     except NoDaemon as error:
         if error.runs or not layout(ctx).genesis.exists():
             raise
-        removed = _remove_leftovers(ctx)
-        if as_json:
-            print_json({"removed": removed})
-        elif removed:
-            say(f"no daemon ran here; removed what a killed daemon had left: {removed}", err=True)
-        else:
-            say("this node is not running")
-        return
+        return {"removed": _remove_leftovers(ctx)}
     if guests := answer["guests"]:
         verb = "is killed" if now else "saves and moves on"
         verbs = "are killed" if now else "save and move on"
@@ -162,10 +171,7 @@ def down(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> N
             select.select([descriptor], [], [])
     except KeyboardInterrupt:
         raise MeshError("it shuts down in the background: `mesh down --now` kills its guests") from None
-    if as_json:
-        print_json(answer)
-    else:
-        say("down")
+    return answer
 
 
 def _remove_leftovers(ctx: click.Context) -> str:

@@ -28,7 +28,6 @@ ELSEWHERE = {  # Slurm's, PBS's and Docker's names, and words for the same
     "ssh": "exec",
     "start": "up",
     "stop": "down",
-    "leave": "down",
     "resume": "lend",
     "unpause": "lend",
     "admit": "member approve",

@@ -120,6 +120,8 @@ OWN = {
 }  # fmt: skip
 # These run until Ctrl-C; what they print goes through `_report` and `say`, as in the others.
 ENDLESS = {"job jupyter", "job forward"}
+# This shows them before it does anything, if the node is a member: tests/cli/test_leave.py.
+MEMBERS = {"leave"}
 
 
 def commands(group: click.Group, prefix: str = "") -> Iterator[str]:
@@ -165,7 +167,7 @@ def invoke(state: Path, name: str, arguments: list[str], columns: int | None = N
 
 
 def test_every_command_is_tried() -> None:
-    assert set(commands(cli)) == {*SHOWN, *OUTPUT, *OWN, *ENDLESS}
+    assert set(commands(cli)) == {*SHOWN, *OUTPUT, *OWN, *ENDLESS, *MEMBERS}
 
 
 @pytest.mark.parametrize("columns", [None, 60])

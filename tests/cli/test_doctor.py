@@ -136,6 +136,7 @@ def asked(**changes: Any) -> dict[str, Any]:
         (facts(free_bytes=1 << 30), "disk", "warn", "1.0 GiB are free"),
         (facts(free_bytes=0), "disk", "fail", "0.0 GiB are free"),
         (facts(status=status(problems={"cloned": "another machine"})), "cloned", "fail", "another machine"),
+        (facts(status=status(problems={"revoked": "its key was revoked"})), "revoked", "fail", "its key was revoked"),
     ],
 )
 def test_doctor_names_each_problem_and_the_next_step(seen: Facts, check: str, state: str, words: str) -> None:

@@ -100,8 +100,8 @@ def test_each_command_refuses_unknown_options_and_has_help(name: str, tmp_path: 
 def test_help_overview_fits_on_a_screen() -> None:
     done = CliRunner().invoke(cli, ["--help"], prog_name="mesh", env={"COLUMNS": "80"})
     lines = done.output.splitlines()
-    assert len(lines) <= 42 and max(map(len, lines)) <= 80
-    assert sum(len(rows) for rows in SECTIONS.values()) <= 32
+    assert len(lines) <= 43 and max(map(len, lines)) <= 80
+    assert sum(len(rows) for rows in SECTIONS.values()) <= 33
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Admission: invites, join requests, allow lists and open meshes; roles; certificate renewal."""
 
+import json
 import re
 import time
 from pathlib import Path
@@ -52,6 +53,14 @@ def test_join_request_waits_for_approval_on_any_admitting_node(home: Path, found
     rows = {row["nick"]: row for row in read(founder, "member", "ls")["members"]}
     assert rows["laptop"]["user"] == "cyd" and rows["laptop"]["roles"] == ["user"] and rows["laptop"]["ends_unix"]
     assert rows["desk"]["founder"] and not rows["rack"]["can_admit"]
+    # It leaves for good, and joins anew with another key.
+    kept = Path(json.loads(ok(third, "leave", "--yes", "--json"))["state"])
+    assert (kept / "node.key").exists() and not third.exists()
+    until(lambda: "laptop" not in alive(founder), "the founder to see that the laptop has left")
+    assert {node["state"] for node in read(founder, "nodes")["nodes"] if node["nick"] == "laptop"} == {"left"}
+    ok(third, "join", ok(founder, "member", "invite", "dan").strip(), "--nick", "laptop")
+    ok(third, "up", *LOCAL)
+    until(lambda: "laptop" in alive(founder), "the laptop to be there again")
 
 
 def test_interrupted_join_request_resumes_with_the_same_key(home: Path, founder: Path) -> None:
