@@ -184,11 +184,11 @@ class Journal:
     async def find_archived(self, text: str, whole: bool, most: int) -> list[bytes]:
         """Return the archived jobs that `text` may mean.
 
-        This is a job or array with this id; else the newest job of that name; else, unless `whole`, the jobs whose id, or whose
-        array's id, starts with it; else the newest of each name that starts with it. Arrays are whole. `most`: ids or names that
-        are considered.
+        This is a job or array with this id; else the newest job of that name; else, unless `whole`, the newest array of the name
+        before an index; else the jobs whose id, or whose array's id, starts with it; else the newest of each name that starts
+        with it. Arrays are whole. `most`: ids or names that are considered.
         """
-        begin, array = text.lower(), text.lower().partition("_")[0]
+        begin, array, array_name = text.lower(), text.lower().partition("_")[0], text.rpartition("_")[0]
 
         def ask(where: str, *values: object) -> list[tuple[bytes, str]]:
             return self._db.execute(f"SELECT job, array_id FROM archive WHERE {where}", values).fetchall()
@@ -200,6 +200,8 @@ class Journal:
             by_beginning = "name <> '' AND substr(name, 1, ?) = ? GROUP BY name HAVING max(ended_ms) LIMIT ?"
             found = ask("id = ? OR array_id = ? LIMIT 1", begin, array)
             found = found or ask("name = ? ORDER BY ended_ms DESC LIMIT 1", text)
+            if not found and not whole:
+                found = ask("name = ? AND array_id <> '' ORDER BY ended_ms DESC LIMIT 1", array_name)
             if not found and not whole:
                 found = ask(by_id, len(begin), begin, most) + ask(by_array, len(array), array, most)
                 found = found or ask(by_beginning, len(text), text, most)

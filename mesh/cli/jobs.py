@@ -1,6 +1,7 @@
 """`mesh run`, `submit`, `ps`, `logs`, `wait`, `cancel`, and `mesh job migrate`, `events` and `recover`."""
 
 import json
+import re
 import sys
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from mesh.util.text import OVER, doing, plural, saving_words, short_id, state_te
 
 _BEFORE = ("pending", "starting", "running", "suspended", "vacating", "saving", "releasing", "frozen", "stranded")
 STATES = (*_BEFORE, "cancelling", "ending", *sorted(OVER))
+SPAN = re.compile(r"_[0-9]+-[0-9]+$")  # several jobs of an array
 WAITING = {"pending", "frozen", "stranded"}
 POLL_S = 0.3
 WATCH_S = 0.5
@@ -267,7 +269,7 @@ def ps(
     states: tuple[str, ...],
     **form: bool,
 ) -> None:
-    """List jobs that this node knows; or JOB, or the jobs of an array, ended or not.
+    """List jobs that this node knows; or JOB, or the jobs of an array, or some (ARRAY_16-30), ended or not.
 
     Jobs that ended more than a day ago are archived once there are over a thousand. Every command finds them by id or name.
     """
@@ -442,7 +444,7 @@ def _print_output(pieces: Iterator[bytes], skip: int, raw: bool = False) -> bool
 @json_option
 @click.pass_context
 def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
-    """End JOBS, or all jobs of arrays. What they have published or saved stays readable.
+    """End JOBS, or all jobs of arrays, or some: ARRAY_7, ARRAY_16-30. What they have published or saved stays readable.
 
     Each is tried. Exits with 1 if a job has not ended yet, or with the code of the first that could not be cancelled.
     """
@@ -459,7 +461,7 @@ def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
     waiting = [answer for answer in answers if not all(row["already"] for row in answer)]
     while waiting and time.monotonic() < deadline:
         time.sleep(0.1)
-        for state in _states(daemon, waiting):
+        for state in _states(daemon, [_lasting_name("", answer) for answer in waiting]):
             if state["job"] in rows:
                 rows[state["job"]]["state"] = state["state"]
         waiting = [answer for answer in waiting if not all(rows[row["job"]]["state"] in OVER for row in answer)]
@@ -486,13 +488,17 @@ def _cancelled(row: dict[str, Any]) -> str:
     return f"will end when a majority of its witnesses can be reached: `mesh describe {short_id(row)}`"
 
 
-def _states(daemon: Client, groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the states of jobs and of whole arrays, by their ids: a name may mean another job by now."""
-    states: dict[str, dict[str, Any]] = {}
-    for group in groups:
-        whole = group[0]["job"] if len(group) == 1 else group[0]["array"]["array"]
-        states |= {state["job"]: state for state in daemon.get(f"/v1/jobs?fits={whole}")["jobs"]}
-    return [*states.values()]
+def _states(daemon: Client, ids: list[str]) -> list[dict[str, Any]]:
+    """Return the states of jobs, whole arrays and parts of them."""
+    return [*{state["job"]: state for one in ids for state in daemon.get(f"/v1/jobs?fits={one}")["jobs"]}.values()]
+
+
+def _lasting_name(text: str, group: list[dict[str, Any]]) -> str:
+    """Return the id, with the indices that were asked for: a name may mean another job later."""
+    if len(group) == 1:
+        return str(group[0]["job"])
+    indices = SPAN.search(text)
+    return str(group[0]["array"]["array"]) + (indices[0] if indices and not group[0]["name"].startswith(text) else "")
 
 
 @click.command()
@@ -510,11 +516,12 @@ def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_js
         job_path(job)  # an empty name would fit all jobs
     groups = [daemon.get(f"/v1/jobs?fits={quote(job)}")["jobs"] for job in jobs]
     states = [state for group in groups for state in group]
+    ids = [_lasting_name(job, group) for job, group in zip(jobs, groups, strict=True)]
     deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
     with waiting_for(f"waiting for {plural(len(states), 'job')}"):
         while any(state["outcome"] is None for state in states) and time.monotonic() < deadline:
             time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-            states = _states(daemon, groups)
+            states = _states(daemon, ids)
         late = _undelivered(daemon, states, min(deadline, time.monotonic() + DELIVERY_S))
     if as_json:
         print_json({"jobs": states})

@@ -89,8 +89,13 @@ class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return self.index + self.batch - 1
 
     def has(self, text: str) -> bool:
-        """Tell whether the text is one of the job's indices, or its label."""
-        return text == self.label or text in map(str, range(self.index, self.last + 1))
+        """Tell whether the text is one of the job's indices, or a span, as `16-30`, that all of them are in."""
+        span = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
+        if span is None:
+            return False
+        if span[2] is None:
+            return self.index <= int(span[1]) <= self.last
+        return int(span[1]) <= self.index and self.last <= int(span[2])
 
     @property
     def label(self) -> str:

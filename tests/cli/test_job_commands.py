@@ -122,6 +122,20 @@ def test_wait_stays_with_the_job_that_its_name_meant(run: Any) -> None:
     assert (done.exit_code, done.stdout) == (0, "newer done\n")
 
 
+@pytest.mark.parametrize(("name", "asked"), [("sweep", f"{ARRAY}_1-2"), ("sweep_1-25", ARRAY)])
+def test_wait_stays_with_some_jobs_of_an_array(run: Any, name: str, asked: str) -> None:
+    """A name may look like an array's name with indices, and its beginning too."""
+    answers = {
+        "GET /v1/jobs?fits=sweep_1-2": lambda: {
+            "jobs": [{**member(index, "running"), "name": name} for index in (1, 2)]
+        },
+        f"GET /v1/jobs?fits={asked}": lambda: {"jobs": [member(index, "done") for index in (1, 2)]},
+        "GET /v1/deliveries": lambda: {"deliveries": []},
+    }
+    done, daemon = run(answers, "wait", "sweep_1-2")
+    assert done.exit_code == 0 and f"GET /v1/jobs?fits={asked}" in daemon.asked
+
+
 def test_wait_is_for_the_files_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"job": "joba", "directory": "/home/her/out", "problem": "", "over": False}
     steps = iter([[row], [row], []])
@@ -224,6 +238,7 @@ def test_run_reports_what_a_pending_job_waits_for(run: Any, monkeypatch: pytest.
     answers = {"GET /v1/jobs/joba": shown}
     monkeypatch.setattr(jobs_module, "submit_job", lambda *order: {"job": "joba"})
     monkeypatch.setattr(jobs_module, "exit_code", lambda state: 0)
+    monkeypatch.setattr(jobs_module, "input_waits", lambda: False)  # of the tests, which may be a pipe of their runner
     done, _ = run(answers, "run", "true")
     assert done.stderr.splitlines()[1:] == [
         "mesh: pending: no node fits (`mesh why joba` says more)",

@@ -189,14 +189,18 @@ async def test_array_is_archived_as_a_whole_once_every_job_is_over(node: Node) -
     array = b"a" * 16
     for place in range(4):
         ended = None if place == 3 else LONG_AGO
-        await node.has(number(place), ended, array=ArrayPlace(array, place + 1, place, 4, limit=2))
+        await node.has(number(place), ended, array=ArrayPlace(array, place + 1, place, 4, limit=2), name="my_sweep")
     await node.archive.archive_old((), NOW)
     assert node.archive.count == 0
-    await node.has(number(3), LONG_AGO, array=ArrayPlace(array, 4, 3, 4, limit=2))
+    await node.has(number(3), LONG_AGO, array=ArrayPlace(array, 4, 3, 4, limit=2), name="my_sweep")
     await node.archive.archive_old((), NOW)
     assert node.archive.count == 4 and node.job_table.array_ends == {("ada", array): 0b1111}
-    await node.archive.find(f"{format_job(array)[:6]}_2", whole=False)
-    assert node.archive.count == 0, "the index covers the whole array"
+    for text in ("my_sweep_2", "my_sweep_2-3", f"{format_job(array)[:6]}_2"):
+        node.archive._taken_out.clear()
+        await node.archive.archive_old((), NOW)
+        assert node.archive.count == 4
+        await node.archive.find(text, whole=False)
+        assert node.archive.count == 0, f"{text} brings the whole array"
 
 
 async def test_archived_job_is_found_by_id_name_and_prefix(node: Node) -> None:

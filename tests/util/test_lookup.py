@@ -150,6 +150,42 @@ def test_array_says_which_jobs_it_has() -> None:
         job_lookup(of(40)).find_job(name)
 
 
+@pytest.mark.parametrize(
+    ("indices", "chosen"),
+    [("7", [7]), ("3-5", [3, 4, 5]), ("18-99", [18, 19, 20]), ("20-20", [20]), ("007", [7])],
+)
+def test_some_jobs_of_an_array_are_named_by_its_id_or_its_name(indices: str, chosen: list[int]) -> None:
+    rows = [row(number(n, 1), "my_sweep", array=ArrayPlace(number(9, 9), n, n - 1, 20)) for n in range(1, 21)]
+    lookup = job_lookup([*rows, row(number(30, 1), "my"), row(number(31, 1), "my_sweep", "his")])
+    for array in (format_job(number(9, 9)), format_job(number(9, 9))[:8].upper(), "my_sweep"):
+        found = lookup.find_jobs(f"{array}_{indices}")
+        assert [status.array.index for status in found if status.array is not None] == chosen, array
+
+
+@pytest.mark.parametrize("indices", ["0", "21", "5-3", "21-30", "1-", "-3", "1-2-3", "x", "٣", "1" * 5000, "[1-3]"])
+def test_indices_that_an_array_has_not_name_no_job(indices: str) -> None:
+    rows = [row(number(n, 1), "sweep", array=ArrayPlace(number(9, 9), n, n - 1, 20)) for n in range(1, 21)]
+    for array in (format_job(number(9, 9)), "sweep"):
+        with pytest.raises(MeshError) as none:
+            job_lookup(rows).find_jobs(f"{array}_{indices}")
+        assert none.value.code == ExitCode.NOT_FOUND
+
+
+def test_full_name_and_its_beginning_are_no_indices() -> None:
+    array = [row(number(n, 1), "train", array=ArrayPlace(number(9, 9), n, n, 9)) for n in range(2)]
+    other, longer = row(number(5, 5), "train_1"), row(number(6, 6), "train_27")
+    assert job_lookup([*array, other, longer]).find_jobs("train_1") == [other]
+    assert job_lookup([*array, longer]).find_jobs("train_1") == [array[1]]
+    assert job_lookup([*array, longer]).find_jobs("train_2") == [longer], "the array has no index 2"
+
+
+def test_span_means_the_batches_that_are_whole_in_it() -> None:
+    rows = [row(number(n, 1), array=ArrayPlace(number(9, 9), 1 + 25 * n, n, 4, 0, 25, 100)) for n in range(4)]
+    name = format_job(number(9, 9))
+    for indices, chosen in (("26", [1]), ("26-50", [1]), ("1-60", [0, 1]), ("1-100", [0, 1, 2, 3])):
+        assert job_lookup(rows).find_jobs(f"{name}_{indices}") == [rows[n] for n in chosen], indices
+
+
 def test_refusal_of_a_node_says_how_the_job_failed_there() -> None:
     attempts: Any = [SimpleNamespace(node=b"a", reason="old"), SimpleNamespace(node=b"a", reason="no uv")]
     reasons = ["is in zone b", "failed this job a moment ago"]

@@ -135,7 +135,7 @@ class JobLookup:
             await asyncio.sleep(HEARD_WITHIN_S / 40)
 
     def find_job(self, text: str) -> JobStatus:
-        """Return the job with this id, name, prefix of either, or ARRAY_INDEX; MeshError if none or several match."""
+        """Return the job with this id, name, prefix of either, or one index of an array; MeshError if none or several match."""
         matches = self.find_jobs(text)
         if len(matches) > 1 and matches[0].array is not None:
             name = format_job(matches[0].array.array)[:8]
@@ -147,13 +147,14 @@ class JobLookup:
         return matches[0]
 
     def find_jobs(self, text: str) -> list[JobStatus]:
-        """Return one job, or all jobs of one array.
+        """Return one job, or all jobs of one array, or those with some indices: ARRAY_7, ARRAY_16-30, by its id or its full name.
 
         A full id beats a full name, that beats the beginning of an id, and that the beginning of a name. Of jobs with the same
         name it is the newest of this user's own that has not ended, else their newest, else that of the others.
         """
         statuses = self.statuses().values()
-        wanted, _, index = text.lower().partition("_")
+        array_name, _, index = text.rpartition("_")
+        wanted, index = (array_name.lower(), index) if array_name else (text.lower(), "")
         groups: dict[bytes, list[JobStatus]] = {}
         for status in statuses:
             if wanted and format_job(status.job).startswith(text.lower()):
@@ -167,8 +168,13 @@ class JobLookup:
         names = {status.name for status in statuses if status.name}
         if not whole and (text in names or not groups):
             own = {status.name for status in statuses if status.name and status.user == self.user}
-            name = job_name_meant(text, names, own)
-            groups = self._newest([status for status in statuses if name is not None and status.name == name])
+            groups = self._newest([status for status in statuses if text not in names and status.name == array_name])
+            groups = {
+                key: [one for one in group if one.array and one.array.has(index)] for key, group in groups.items()
+            }
+            if not any(groups.values()):
+                name = job_name_meant(text, names, own)
+                groups = self._newest([status for status in statuses if name is not None and status.name == name])
         if len(groups) > 1:
             going = {key: group for key, group in groups.items() if any(status.outcome is None for status in group)}
             groups = going or groups
