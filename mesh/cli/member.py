@@ -520,8 +520,9 @@ def revoke(ctx: click.Context, node: str, reason: str, yes: bool, as_json: bool)
     """
     daemon = client(ctx)
     if not yes:
-        nicks = {row["node"]: row["nick"] for row in daemon.get("/v1/nodes")["nodes"]}
-        meant = node_meant(node, nicks, whole=True)
+        rows = daemon.get("/v1/nodes")["nodes"]
+        nicks = {row["node"]: row["nick"] for row in rows}
+        meant = node_meant(node, nicks, {row["node"]: row["user"] for row in rows}, whole=True)
         others = [row for row in daemon.get("/v1/trust")["members"] if meant in row["through"] and not row["problem"]]
         along = f", and with it {plural(len(others), 'member')} that came in through it" if others else ""
         confirm(f"revoke {nicks[meant]} ({meant}){along} for good?", err=as_json)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from mesh.util.errors import ExitCode, MeshError
 
 
-def node_meant(text: str, nicks: Mapping[str, str], *, whole: bool = False) -> str:
-    """Return the id of the node that `text` names. `nicks`: name by id; `whole`: prefixes of names do not count.
+def node_meant(text: str, nicks: Mapping[str, str], users: Mapping[str, str], *, whole: bool = False) -> str:
+    """Return the id of the node that `text` names. `nicks`, `users`: by id; `whole`: prefixes of names do not count.
 
     A full name beats a full id, and that beats prefixes. MeshError if no node or several nodes match.
     """
@@ -15,6 +15,9 @@ def node_meant(text: str, nicks: Mapping[str, str], *, whole: bool = False) -> s
         begins = [node for node, nick in nicks.items() if nick.startswith(text) and not whole]
         fits = begins + [node for node in nicks if node.startswith(text.lower()) and node not in begins]
     if not fits:
+        theirs = [f"{nicks[node]} ({node[:7]})" for node, user in users.items() if text and user == text]
+        if theirs:
+            raise MeshError(f"{text!r} is a user, not a node: name one of {', '.join(theirs)}", ExitCode.NOT_FOUND)
         known = ", ".join(nicks.values())
         raise MeshError(f"no node called {text!r} (known: {known})", ExitCode.NOT_FOUND)
     if len(fits) > 1:

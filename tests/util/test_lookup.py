@@ -16,6 +16,7 @@ from mesh.util.errors import ExitCode, MeshError
 from mesh.util.lookup import job_name_meant, node_meant
 
 NICKS = {"abc234": "desk", "abd567": "den", "xyz777": "desk-2", "qqq222": "abc"}
+USERS = {"abc234": "ada", "abd567": "den", "xyz777": "", "qqq222": "ada"}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ NICKS = {"abc234": "desk", "abd567": "den", "xyz777": "desk-2", "qqq222": "abc"}
     ],
 )
 def test_node_is_found_by_name_id_or_prefix(text: str, node: str) -> None:
-    assert node_meant(text, NICKS) == node
+    assert node_meant(text, NICKS, USERS) == node
 
 
 @pytest.mark.parametrize(
@@ -40,18 +41,22 @@ def test_node_is_found_by_name_id_or_prefix(text: str, node: str) -> None:
         ("ab", ExitCode.USAGE, "'ab' is ambiguous: abc (qqq222), desk (abc234), den (abd567)"),
         ("lab", ExitCode.NOT_FOUND, "no node called 'lab' (known: desk, den, desk-2, abc)"),
         ("", ExitCode.NOT_FOUND, "no node called ''"),
+        ("ada", ExitCode.NOT_FOUND, "'ada' is a user, not a node: name one of desk (abc234), abc (qqq222)"),
     ],
 )
 def test_ambiguous_or_unknown_node_is_named(text: str, code: ExitCode, words: str) -> None:
     with pytest.raises(MeshError) as caught:
-        node_meant(text, NICKS)
+        node_meant(text, NICKS, USERS)
     assert caught.value.code == code and words in str(caught.value)
 
 
 def test_irreversible_commands_need_full_name() -> None:
-    assert node_meant("den", NICKS, whole=True) == "abd567" and node_meant("xyz", NICKS, whole=True) == "xyz777"
+    assert (
+        node_meant("den", NICKS, USERS, whole=True) == "abd567"
+        and node_meant("xyz", NICKS, USERS, whole=True) == "xyz777"
+    )
     with pytest.raises(MeshError, match="no node called"):
-        node_meant("desk-", NICKS, whole=True)
+        node_meant("desk-", NICKS, USERS, whole=True)
 
 
 @given(st.text(max_size=4), *[st.sets(st.text(min_size=1, max_size=4), max_size=5)] * 2)

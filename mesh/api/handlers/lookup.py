@@ -54,7 +54,8 @@ def nick_in(nicks: Mapping[NodeId, str], node: NodeId) -> str:
 def find_node(membership: MembershipNode, text: str, *, whole: bool = False) -> MemberView:
     """Return the node with this nick, id, or unique prefix of either; with `whole`, a nick has to be complete."""
     members = {format_id(member.node_id): member for member in membership.members()}
-    return members[node_meant(text, {node: member.nick for node, member in members.items()}, whole=whole)]
+    nicks = {node: member.nick for node, member in members.items()}
+    return members[node_meant(text, nicks, {node: member.user for node, member in members.items()}, whole=whole)]
 
 
 MINE, TRUSTED = "mine", "trusted"

@@ -62,7 +62,8 @@ class TrustHandlers:
             raise MeshError(str(error), ExitCode.USAGE) from error
         except NameTaken as error:
             raise MeshError(
-                f"{error}: for another machine of {order.user}, run `mesh member invite --mine` on a machine of theirs",
+                f"{error}: for another machine of {order.user}, run `mesh member invite --mine` on a machine of theirs; "
+                "for another person, choose another name",
                 ExitCode.REFUSED,
             ) from error
         except WrongTerms as error:
