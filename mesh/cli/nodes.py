@@ -262,7 +262,7 @@ def _draw_nodes(answer: dict[str, Any]) -> None:
                 str(node["jobs"]),
                 (",".join(node["engines"]) or "-") + ("" if node["interactive"] else " (no sessions)"),
                 node["user"],
-                node["address"],
+                node["address"] or "-",
             ]
         )
     header = ["NODE", "STATE", "SINCE", "LENDS (free)", "JOBS", "ENGINES", "USER", "ADDRESS"]

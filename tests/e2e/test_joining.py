@@ -104,6 +104,7 @@ def test_revoked_node_is_shut_out_by_its_key(home: Path) -> None:
     assert "is revoked" in ok(first, "member", "revoke", "rack", "--yes", "--reason", "lost laptop")
     until(lambda: alive(first) == {"desk"}, "the revoked node to be gone")
     assert "revoked" in ok(first, "member", "ls") and "lost laptop" in ok(first, "member", "ls")
+    assert {row["nick"]: row["address"] for row in read(first, "nodes")["nodes"]}["rack"] == ""
     until(lambda: "revoked" in read(second, "status")["problem"], "the revoked node to report it")
     refused = mesh(second, "run", "--no-workdir", "--ckpt", "c", "--ckpt-to", "desk", "--", "true")
     assert refused.returncode != 0

@@ -142,7 +142,7 @@ class NodeHandlers:
                     nick=member.nick,
                     user=member.user,
                     state="draining" if member.draining and member.state == "alive" else member.state,
-                    address=address_text(member.host, member.port),
+                    address=address_text(member.host, member.port) if member.port else "",
                     me=member.node_id == self._me,
                     since_unix=round(member.since_unix, 3),
                     zone=advert.zone if advert else "",
