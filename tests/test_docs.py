@@ -2,13 +2,14 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-from click import Context, Group
+from click import Context, Group, exceptions
 
 from mesh.cli.main import SECTIONS, cli
 from mesh.daemon.config import Settings
@@ -145,3 +146,20 @@ def test_commands_named_in_pages_exist() -> None:
                 if command is None or (inner and not command.invoke_without_command):
                     gone.add(f"{page.name}: mesh {name} {second}".rstrip())
     assert not gone, f"these pages name commands that do not exist: {sorted(gone)}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_each_command_of_a_page_has_the_options_that_it_gives(page: Path) -> None:
+    for block in re.findall(r"```(?:console)?\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in re.findall(r"^(?:\w*\$ )?(?:\w+=\S+ )*mesh (.*)", block, re.MULTILINE):
+            words = shlex.split(re.split(r" [>|&;]", line)[0], comments=True)
+            command, context = cli, Context(cli)
+            try:
+                while isinstance(command, Group) and words:
+                    _, command, words = command.resolve_command(context, words)
+                    context = Context(command, parent=context)
+                command.make_parser(context).parse_args(words)
+            except exceptions.UsageError as error:
+                pytest.fail(f"mesh {line}: {error.format_message()}")
+            except exceptions.Exit:  # `mesh --version`
+                pass
