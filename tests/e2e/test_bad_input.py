@@ -92,7 +92,7 @@ SHARE = ("--gpu-share", "30", "--vram", "6g")
         (("logs", "zzzz"), 4, "mesh ps -a"),
         (("why", ""), 4, "mesh ps -a"),
         (("cancel", "../../etc/passwd"), 4, ""),
-        (("cp", "zzzz:out/", "/no/such/place"), 4, "mesh ps -a"),
+        (("cp", "zzzz:out/", "/no-such-place"), 4, "mesh ps -a"),
         (("reclaim", "--grace", "-3s"), 2, ""),
         (("wait", "zzzz"), 4, "mesh ps -a"),
         (("wait",), 2, "JOBS"),
