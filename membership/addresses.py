@@ -71,6 +71,12 @@ def is_endpoint(host: str, port: int) -> bool:
     return len(host) <= MAX_ADDRESS_CHARS and 0 < port < 65536 and is_address(host)
 
 
+def is_group(host: str) -> bool:
+    """Return True for what `address_group` returns of an address."""
+    network = host.removesuffix("/64")
+    return len(network) <= MAX_ADDRESS_CHARS and is_address(network) and address_group(network) == host
+
+
 def resolved(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
     """Return an address as the system writes it; for a name its address, of IPv4 if it has one. OSError. This blocks."""
     host = canonical(host)

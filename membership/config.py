@@ -2,6 +2,8 @@
 
 import msgspec
 
+MAX_RELAYED = 64  # members that one node may lend a port to (own choice)
+
 
 class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Timings in seconds. The defaults suit a LAN of up to a few hundred nodes.

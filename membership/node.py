@@ -194,7 +194,8 @@ class MembershipNode:
         self._admission = Admission(
             self.identity, self._core, self._policy, self.used_invites, self.problems, self._clock
         )
-        self._relay = Relay(self._core, self._bind_host, self.port, self._relay_nodes, self._relay_mbps)
+        host_s = self.config.source_packets_s
+        self._relay = Relay(self._core, self._bind_host, self.port, self._relay_nodes, self._relay_mbps, host_s)
         self._streams = Streams(self._core, self._ping_udp, self._admission.answer, self._relay)
         self._core.start()
         if self._mdns_config is not None:

@@ -7,12 +7,13 @@ answers nothing. Records come before evidence, since they carry the certificates
 
 import msgspec
 
-from membership.addresses import is_endpoint
+from membership.addresses import is_endpoint, is_group
 from membership.malformed import MALFORMED
 from membership.records import Digest
 
 FRAME_LIMIT = 4 * 1024 * 1024  # a digest of 4096 nodes with 16 sections each
 DELTA_BYTES = 1024 * 1024  # of records; the rest follows in the next exchange
+TOKEN_BYTES = 16  # of a connection that waits at a relay: nobody guesses it
 MAX_EVIDENCE = 4096  # in a frame: an announcement and an accusation of each of 2000 members
 STRANGER_FRAME_BYTES = (
     8 * 1024
@@ -96,7 +97,13 @@ class Reached(Frame, frozen=True, array_like=True, tag="t"):
 
 
 class RelayMe(Frame, frozen=True, array_like=True, tag="l"):
-    """Asks the receiver to pass connections on to the sender. Answer: `Relayed`, then an `Incoming` for each."""
+    """Asks this node to pass connections on to the sender. Sent twice: `answers` is 0, then the nonce of the `Done` in between.
+
+    Answer: `Relayed`, then a `Waiting` for each.
+    """
+
+    relay: bytes
+    answers: int
 
 
 class Relayed(Frame, frozen=True, array_like=True, tag="y"):
@@ -108,7 +115,7 @@ class Relayed(Frame, frozen=True, array_like=True, tag="y"):
 
 
 class Waiting(Frame, frozen=True, array_like=True, tag="i"):
-    """A connection from this host waits for one that begins with `token`."""
+    """A connection from this host (`address_group`) waits for one that begins with `token`."""
 
     answers: int
     token: bytes
@@ -170,6 +177,8 @@ def decode_frame(payload: bytes) -> AnyFrame:
         raise FrameError("impossible address")
     if isinstance(frame, Relayed) and not 0 <= frame.port < 65536:
         raise FrameError("impossible port")
+    if isinstance(frame, Waiting) and (len(frame.token) != TOKEN_BYTES or not is_group(frame.host)):
+        raise FrameError("impossible connection")
     return frame
 
 

@@ -211,11 +211,24 @@ class Streams:
             await self._write(writer, await self._try_to_reach(sender, frame, host))
             return None
         if isinstance(frame, RelayMe):
-            return sender, frame
+            return sender, await self._proven(sender, frame, incoming, writer)
         await self._drive(self._core.answer(sender, frame), incoming.read, writer)
         if self._core.is_member(sender):
             incoming.recognize(sender)  # it has shown its certificate
         return None
+
+    async def _proven(
+        self, sender: NodeId, question: RelayMe, incoming: Incoming, writer: asyncio.StreamWriter
+    ) -> RelayMe:
+        """Have the sender ask this node again with a fresh nonce, since a question alone may be a copy. FrameError."""
+        challenge = Done(self._core.nonce(), question.nonce)
+        await self._write(writer, challenge)
+        other, again = self._core.open_frame(await incoming.read())
+        wanted = self._core.me, challenge.nonce
+        if other != sender or not isinstance(again, RelayMe) or (again.relay, again.answers) != wanted:
+            self._counters["refused_replayed"] += 1
+            raise FrameError("the answer does not match the question")
+        return again
 
     def _take_place(self, group: str) -> None:
         """Give this task, which serves a member, a place that strangers leave it; Busy if there is none."""

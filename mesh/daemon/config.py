@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from membership.config import MAX_RELAYED
 from mesh.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -258,8 +259,8 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         raise ConfigError(
             f"{path}: upload_mbps must be 0 (no limit) or megabits per second, not {settings.upload_mbps:g}"
         )
-    if not 0 <= settings.relay_nodes <= 64:
-        raise ConfigError(f"{path}: relay_nodes must be 0 to 64, not {settings.relay_nodes}")
+    if not 0 <= settings.relay_nodes <= MAX_RELAYED:
+        raise ConfigError(f"{path}: relay_nodes must be 0 to {MAX_RELAYED}, not {settings.relay_nodes}")
     if not 0.1 <= settings.relay_mbps <= 1e6:
         raise ConfigError(f"{path}: relay_mbps must be megabits per second from 0.1, not {settings.relay_mbps:g}")
     if settings.uv_index and not settings.uv_index.startswith(("https://", "http://", "/")):
