@@ -136,7 +136,7 @@ class Reachability:
         self._check_at = self._clock.boot()
 
     async def check_if_due(self, core: Core, streams: Streams) -> None:
-        """Ask a random member whether it reaches this node at its own address, and if not, at its relay's."""
+        """Ask a random member whether it reaches this node, and follow its answer."""
         if self._lent is not None and self._has_lost(self._lent[0].node, core):
             self._tried = {self._lent[0].node}
             await self._find_relay(core)
@@ -146,34 +146,50 @@ class Reachability:
         self._check_at = self._clock.boot() + CHECK_S
         (peer,) = peers
         try:
-            own = answer = await streams.ask_reached(peer.node, self.own_host, self.own_port, peer.host, peer.port)
-            if self._lent is not None and own.tcp != "acked":
-                answer = await streams.ask_reached(peer.node, self.host, self.port, peer.host, peer.port)
+            own, advertised = await self._ask_both(peer, streams)
         except FAILURES as error:
             log.debug("%s did not answer a reachability check: %s", short_id(peer.node), error)
             return
         self.reached.pop(peer.node, None)
-        self.reached = dict([*self.reached.items(), (peer.node, answer)][-MAX_ANSWERS:])
+        self.reached = dict([*self.reached.items(), (peer.node, advertised)][-MAX_ANSWERS:])
+        self._check_at = self._clock.boot() + await self._follow(peer, own, advertised, core)
+
+    async def _ask_both(self, peer: Member, streams: Streams) -> tuple[Reached, Reached]:
+        """Return whether this node is reached at its own address and at the advertised one. One of FAILURES.
+
+        A relay has to reach its own address too, since the peer may be behind the same NAT.
+        """
+        own = await streams.ask_reached(peer.node, self.own_host, self.own_port, peer.host, peer.port)
+        if self._lent is None:
+            return own, own
+        if own.tcp == "acked":
+            relay, _ = self._lent
+            own = await streams.ask_reached(relay.node, self.own_host, self.own_port, relay.host, relay.port)
+        if own.tcp == "acked":
+            return own, own
+        return own, await streams.ask_reached(peer.node, self.host, self.port, peer.host, peer.port)
+
+    async def _follow(self, peer: Member, own: Reached, advertised: Reached, core: Core) -> float:
+        """Change the address or tell the user as the answers of a member want it; return the seconds to the next check."""
         elsewhere = own.seen_host not in {"", self.own_host}
         if self._may_choose and elsewhere and not own.udp and own.seen_host in (*self._addresses, *LOOPBACKS):
             self._change(own.seen_host, core)
-            self._check_at = self._clock.boot() + AGAIN_S
-            return
+            return AGAIN_S
         self._problems.pop("reach", None)
-        if own.tcp == "acked":
+        if advertised.tcp == "acked":
             self._misses = 0
-            if self._lent is not None:
+            if self._lent is not None and own.tcp == "acked":
                 await self.close()
                 core.set_address(self.host, self.port)
-                self._check_at = self._clock.boot() + AGAIN_S  # that was one member's word
-        elif self._may_choose and answer.tcp != "acked":
+                return AGAIN_S  # that was two members' word
+            if advertised.udp or self._lent is not None:
+                return CHECK_S
+        elif self._may_choose:
             self._misses += 1
             if self._misses < MISSES or await self._find_relay(core):
-                self._check_at = self._clock.boot() + AGAIN_S
-                return
-        if answer.tcp != "acked" or (not answer.udp and self._lent is None):
-            self._check_at = self._clock.boot() + RECHECK_S
-            self._problems["reach"] = self._describe(core.trust.seen()[peer.node].nick, answer)
+                return AGAIN_S
+        self._problems["reach"] = self._describe(core.trust.seen()[peer.node].nick, advertised)
+        return RECHECK_S
 
     def _has_lost(self, relay: NodeId, core: Core) -> bool:
         member = core.swim.table.get(relay)

@@ -107,7 +107,8 @@ class Stage:
         self.others = [CoreNode(name) for name in ("bob", "cyd")]
         for other in self.others:
             meet(self.ann, other)
-        self.reaches_own, self.reaches_relay = False, {other.host: True for other in self.others}
+        self.reaches_own = set[NodeId]()  # members that reach the own address
+        self.reaches_relay = {other.host: True for other in self.others}
         self.lends, self.lent, self.running = {other.host for other in self.others}, list[str](), asyncio.Event()
         self.problems: dict[str, str] = {}
         monkeypatch.setattr("membership.reachability.lan_addresses", lambda: [OWN])
@@ -118,7 +119,7 @@ class Stage:
         )
 
     async def ask_reached(self, node: NodeId, own_host: str, own_port: int, host: str, port: int) -> Reached:
-        acked = self.reaches_own if own_host == OWN else self.reaches_relay[own_host]
+        acked = node in self.reaches_own if own_host == OWN else self.reaches_relay[own_host]
         return Reached(1, 1, False, "acked" if acked else "silent", "203.0.113.1")
 
     async def _use(self, core: Core, member: Member, take: Take, advertise: Callable[[int], None]) -> None:
@@ -149,8 +150,47 @@ async def test_node_that_two_members_do_not_reach_borrows_a_port(monkeypatch: py
     assert (host, port) == (stage.lent[0], 7400) and "reach" not in stage.problems
     assert await stage.tick(AGAIN_S) == (host, port)
     assert await stage.tick(CHECK_S) == (host, port) and len(stage.lent) == 1
-    stage.reaches_own = True
+    stage.reaches_own = {other.identity.node_id for other in stage.others}
     assert await stage.tick(CHECK_S) == (OWN, 7373), "it is reached itself again"
+    await stage.found.close()
+
+
+async def relayed(stage: Stage) -> tuple[str, int]:
+    """Have the node of a stage borrow a port, and return its address."""
+    await stage.start()
+    await stage.tick(FIRST_CHECK_S)
+    await stage.tick(AGAIN_S)
+    return await stage.tick(AGAIN_S)
+
+
+async def test_relay_stays_while_it_does_not_reach_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One member that said so, as one behind the same NAT, took a node's relay away at each check."""
+    stage = Stage(monkeypatch)
+    host, port = await relayed(stage)
+    stage.reaches_own = {other.identity.node_id for other in stage.others if other.host != host}
+    for _ in range(8):
+        assert await stage.tick(CHECK_S) == (host, port)
+    assert stage.lent == [host] and "reach" not in stage.problems
+    await stage.found.close()
+
+
+async def test_relay_stays_if_one_member_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch)
+    host, port = await relayed(stage)
+    stage.reaches_relay = dict.fromkeys(stage.reaches_relay, False)
+    assert await stage.tick(CHECK_S) == (host, port)
+    stage.reaches_relay = dict.fromkeys(stage.reaches_relay, True)
+    assert await stage.tick(AGAIN_S) == (host, port) and stage.lent == [host]
+    await stage.found.close()
+
+
+async def test_relay_that_is_no_member_any_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch)
+    host, _ = await relayed(stage)
+    (relay,) = (other for other in stage.others if other.host == host)
+    stage.ann.core._expel(relay.identity.node_id)
+    await stage.tick(0.1)
+    assert len(stage.lent) == 2 and stage.found.host == stage.lent[1] != host
     await stage.found.close()
 
 
