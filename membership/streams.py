@@ -14,7 +14,7 @@ from membership.addresses import address_group
 from membership.admission import is_join_request
 from membership.core import TOLD_EVERY_S, Core, StreamExchange
 from membership.effects import StreamOutcome
-from membership.envelope import EnvelopeError
+from membership.envelope import OVERHEAD, EnvelopeError, Recent
 from membership.framing import connected, read_frame, write_frame
 from membership.identity import NodeId, short_id
 from membership.listener import Strangers
@@ -31,6 +31,7 @@ MAX_SERVED = 32  # of members, and as many of strangers; memberlist allows 128
 MAX_SERVED_PER_HOST = 16
 STRANGER_BYTES_S = 64 * 1024  # from one address, after 4 MiB at once: to verify those takes 0.1 s (own measurement)
 MEMBER_BYTES_S = 1024 * 1024  # after four of the largest frames; 500 nodes with 10,000 jobs fit into one (own choice)
+REMEMBERED = 8192  # first frames of members, as packets
 FRAME_COST_BYTES = 2 * 1024  # of the smallest frame: its signature, its log line (own choice)
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Streams:
         self._members: dict[asyncio.Task[None], str] = {}  # streams of members, and their hosts
         self._buckets = TokenBuckets(STRANGER_BYTES_S, FRAME_LIMIT)
         self._of_members = TokenBuckets(MEMBER_BYTES_S, 4 * FRAME_LIMIT)
+        self._begun = Recent(REMEMBERED)
         self._refused, self._tell_at = 0, 0.0
 
     async def run(self, exchange: StreamExchange, host: str, port: int) -> None:
@@ -203,6 +205,9 @@ class Streams:
             return None
         sender, frame = self._core.open_frame(first)
         if self._core.is_member(sender):
+            if self._begun.seen_before(first[:OVERHEAD]):
+                self._counters["refused_replayed"] += 1
+                raise FrameError("a copy of an earlier frame")
             incoming.recognize(sender)
             self._take_place(address_group(host))
         elif isinstance(frame, ReachMe | RelayMe):

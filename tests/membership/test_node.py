@@ -21,7 +21,7 @@ from membership.core import SLICE
 from membership.discovery import MdnsConfig
 from membership.effects import KeepChain, KeepRevocations, PersistEpoch, SendPacket, SetTimer, WantReconcile
 from membership.envelope import seal, seal_to
-from membership.framing import read_frame, write_frame
+from membership.framing import connected, read_frame, write_frame
 from membership.identity import Identity
 from membership.node import MAX_RECONCILES, MAX_UNPROVEN, MembershipNode, PortInUse, SystemClock
 from membership.reconcile import Delta, Greeting, Hello, ReachMe, encode_frame
@@ -398,16 +398,31 @@ async def test_few_bytes_of_a_member_are_read(mesh: Mesh, monkeypatch: pytest.Mo
     node, member, other = mesh.nodes
     await member.stop()
     digest = [(number.to_bytes(32, "big"), "a section", 1, 1) for number in range(1200)]
-    large = seal(member.identity, node.trust.mesh_id, "reconcile", encode_frame(Hello(1, member.chain, digest, [])))
-    assert len(large) > 50_000
     answered = []
-    for _ in range(8):
+    for nonce in range(8):
         reader, writer = await asyncio.open_connection(LOOPBACK, node.port, local_addr=("127.0.0.2", 0))
-        await write_frame(writer, large)
+        hello = encode_frame(Hello(nonce, member.chain, digest, []))
+        assert len(hello) > 50_000
+        await write_frame(writer, seal(member.identity, node.trust.mesh_id, "reconcile", hello))
         answered.append(await reader.read(1) != b"")
         writer.close()
     assert answered == [True] * 4 + [False] * 4
     assert await other._streams.ping(node.identity.node_id, LOOPBACK, node.port, 5.0) == "acked"
+
+
+async def test_copies_of_a_members_frame_take_nothing_of_it(mesh: Mesh) -> None:
+    """A frame that was read on the network, sent again and again, took the places and the bytes of members."""
+    await mesh.start(2)
+    node, member = mesh.nodes
+    hello = member._core.seal_frame(Hello(1, member.chain, [], []))
+    async with connected(LOOPBACK, node.port) as (reader, writer):
+        await write_frame(writer, hello)
+        assert await reader.read(1) != b""
+    for _ in range(2 * MAX_SERVED_PER_HOST):
+        async with connected(LOOPBACK, node.port) as (reader, writer):
+            await write_frame(writer, hello)
+            assert await reader.read() == b""
+    assert node.counters["refused_replayed"] == 2 * MAX_SERVED_PER_HOST
 
 
 async def test_node_does_other_work_while_it_applies_a_large_frame(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,9 +118,10 @@ async def asking(
     """Connect as a member that asks for a port, up to the question that answers the relay's nonce, which is not sent."""
     me = relay.identity.node_id
     async with connected(host, relay.port) as (reader, writer):
-        await write_frame(writer, node._core.seal_frame(RelayMe(6, me, 0)))
+        first = RelayMe(node._core.nonce(), me, 0)
+        await write_frame(writer, node._core.seal_frame(first))
         _, fresh = relay._core.open_frame(await read_frame(reader))
-        assert isinstance(fresh, Done) and fresh.answers == 6
+        assert isinstance(fresh, Done) and fresh.answers == first.nonce
         yield reader, writer, RelayMe(7, me, fresh.nonce)
 
 
