@@ -233,7 +233,7 @@ class Daemon:
                 "and its certificate keeps that: take the setting out (`mesh config unset nick`)"
             )
         self._wire = Wire(settings.upload_mbps * 1e6 / 8 or None)
-        self._peers = PeerClient(self._identity, self.trust.mesh_id, self._lookup, self._wire)
+        self._peers = PeerClient(self._identity, self.trust.mesh_id, self._lookup, self._wire, self._refuse_peer)
         await self._peers.open()
 
     async def _make_jobs(self) -> None:

@@ -24,6 +24,7 @@ from mesh.util.versions import WIRE
 CONNECT_TIMEOUT_S = 3.0  # a peer on a LAN answers in milliseconds, or it is gone
 CALL_TIMEOUT_S = 20.0
 KEEPALIVE_S = 30.0
+LOOK_S = 2.0  # between two looks for former members; a tunnel tells its user within 0.5 s why it ends (own choice)
 CALLS_PER_NODE, TUNNELS_PER_NODE = (
     MAX_REQUESTS_PER_PEER,
     40,
@@ -67,7 +68,10 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class PeerClient:
-    """Calls other nodes. `lookup` returns a node's address from its gossiped facts, or None; `wire` paces streamed bodies."""
+    """Calls other nodes. `lookup` returns a node's address from its gossiped facts, or None; `wire` paces streamed bodies.
+
+    Streams and tunnels end soon after `refuse` returns a reason for their node, as those to `PeerServer` do.
+    """
 
     def __init__(
         self,
@@ -75,8 +79,13 @@ class PeerClient:
         mesh_id: bytes,
         lookup: Callable[[NodeId], Address | None],
         wire: Wire | None = None,
+        refuse: Callable[[NodeId], str] = lambda node: "",
+        look_s: float = LOOK_S,
     ) -> None:
         self.wire = wire or Wire()
+        self._refuse, self._look_s = refuse, look_s
+        self._used: dict[asyncio.Timeout, NodeId] = {}  # streams and tunnels
+        self._look: asyncio.Task[None] | None = None
         self._identity = identity
         self._mesh_id = mesh_id
         self._lookup = lookup
@@ -87,6 +96,7 @@ class PeerClient:
     async def open(self) -> None:
         self._session = self._make_session(256, CALLS_PER_NODE)
         self._tunnels = self._make_session(TUNNELS, TUNNELS_PER_NODE)
+        self._look = asyncio.create_task(self._end_former_members(), name="calls to former members")
 
     def _make_session(self, connections: int, per_node: int) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()
@@ -110,6 +120,9 @@ class PeerClient:
         )
 
     async def close(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            await asyncio.gather(self._look, return_exceptions=True)
         for session in (self._session, self._tunnels):
             if session is not None:
                 await session.close()
@@ -159,7 +172,7 @@ class PeerClient:
         assert self._session is not None
         data: Any = body if lane is None or isinstance(body, bytes) else PacedBody(body, lane)
         try:
-            async with self._session.request(method, url, data=data) as response:
+            async with self._while_member(node), self._session.request(method, url, data=data) as response:
                 if response.status != HTTPStatus.OK:
                     text = (await response.content.read(2000)).decode(errors="replace")
                     raise PeerError(f"node {short_id(node)} answered {response.status}: {text}", response.status)
@@ -181,9 +194,30 @@ class PeerClient:
             raise _broken(node, url, error) from error
         line = Line(connection)
         try:
-            yield line
+            async with self._while_member(node):
+                yield line
         finally:
             await line.close()
+
+    @asynccontextmanager
+    async def _while_member(self, node: NodeId) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._used[limit] = node
+                yield
+        except TimeoutError as error:
+            if limit.expired():
+                raise PeerError(self._refuse(node)) from error
+            raise
+        finally:
+            self._used.pop(limit, None)
+
+    async def _end_former_members(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_s)
+            former = [limit for limit, node in self._used.items() if self._refuse(node)]
+            for limit in [one for one in former if not one.expired()]:
+                limit.reschedule(asyncio.get_running_loop().time())
 
     def _url(self, node: NodeId, path: str) -> str:
         """Return the URL of a call, with the node's name as its host. PeerError if no address is known."""

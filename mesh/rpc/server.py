@@ -24,7 +24,7 @@ from aiohttp.typedefs import Handler, Middleware
 from membership.identity import Identity, NodeId, short_id
 from membership.listener import Acceptor, Strangers
 from membership.ratelimit import TokenBuckets
-from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, TUNNELS_PER_NODE
+from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, LOOK_S, TUNNELS_PER_NODE
 from mesh.rpc.memory import HELD, MAX_REQUESTS_PER_PEER, Memory
 from mesh.rpc.streams import read_within
 from mesh.rpc.tls import PeerObject, server_context
@@ -41,7 +41,6 @@ READ_BYTES = 1 << 17  # a body is read ahead up to twice that, and one piece of 
 BODY_S, ANSWER_S = 30.0, 60.0  # for a body and for an answer that are not streams
 LINGER_S = 1.0  # reads on after an early answer, so that the caller sees it
 COPIES = 2  # of a body while it is read
-LOOK_S = 2.0  # between two looks for former members; a tunnel tells its user within 0.5 s why it ends (own choice)
 
 assert CALLS_PER_NODE + TUNNELS_PER_NODE < MAX_PER_PEER and CALLS_PER_NODE <= MAX_REQUESTS_PER_PEER
 

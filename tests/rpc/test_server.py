@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from membership.identity import Identity
+from membership.identity import Identity, NodeId
 from membership.listener import HONEST_S
 from membership.ratelimit import BURST_S
 from mesh.rpc import client, memory, server
@@ -73,9 +73,11 @@ class World:
                 web.get("/gzip", self._gzip),
                 web.get("/moved", self._moved),
                 web.get("/follow", self._follow),
+                web.get("/tunnel", self._tunnel),
             ]
         )
         self.members = set(MEMBERS)
+        self.former = set[NodeId]()  # to the clients
         self.server = PeerServer(
             app, HOST, MESH, lambda node: "" if node in self.members else "no member", self._count, look_s=0.01
         )
@@ -120,12 +122,25 @@ class World:
             await response.write(b"line")
             await asyncio.sleep(0.01)
 
+    async def _tunnel(self, request: web.Request) -> web.WebSocketResponse:
+        """Say nothing, as long as the other end is there."""
+        tunnel = web.WebSocketResponse()
+        await tunnel.prepare(request)
+        await tunnel.receive()
+        return tunnel
+
     async def _moved(self, request: web.Request) -> web.Response:
         raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{self.port}/echo")
 
     @asynccontextmanager
     async def client(self, identity: Identity = MEMBER) -> AsyncIterator[PeerClient]:
-        peers = PeerClient(identity, MESH, lambda node: Address("127.0.0.1", self.port))
+        peers = PeerClient(
+            identity,
+            MESH,
+            lambda node: Address("127.0.0.1", self.port),
+            refuse=lambda node: "it is no member" if node in self.former else "",
+            look_s=0.01,
+        )
         await peers.open()
         try:
             yield peers
@@ -512,3 +527,33 @@ async def test_answer_that_goes_on_ends_with_the_membership_of_its_reader(world:
                 while True:
                     await cut.content.readexactly(4)
         assert await kept.content.readexactly(4) == b"line"
+
+
+async def test_streams_to_a_former_member_end(world: World) -> None:
+    """They went on: a revoked node that ran a job went on to send its log, and to get what was typed."""
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def follow() -> None:
+        async with peers.stream(HOST.node_id, "GET", "/follow", b"") as response:
+            async for piece in response.content.iter_any():
+                received.put_nowait(piece)
+
+    async def upload() -> None:
+        await peers.call(HOST.node_id, "POST", "/wait", b"", timeout_s=1000)
+
+    async def tunnel() -> None:
+        async with peers.tunnel(HOST.node_id, "/tunnel") as line:
+            received.put_nowait(b"open")
+            await line.receive()
+
+    async with world.client() as peers:
+        kept = [asyncio.create_task(work()) for work in (follow, upload, tunnel)]
+        while await received.get() != b"open":
+            pass
+        await until(lambda: world.begun and received.qsize() > 1)
+        assert not any(work.done() for work in kept)
+        world.former.add(HOST.node_id)
+        async with asyncio.timeout(20):
+            results = await asyncio.gather(*kept, return_exceptions=True)
+    assert [str(result) for result in results] == ["it is no member"] * 3
+    assert all(isinstance(result, PeerError) for result in results)
