@@ -16,8 +16,8 @@ def mapped_for_writing() -> set[tuple[int, int]]:
     found = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
-            with suppress(OSError):
-                for line in (process / "maps").read_bytes().splitlines():
+            with suppress(OSError), (process / "maps").open("rb") as lines:
+                for line in lines:  # one at a time: a guest may have 65,530 with paths of 4 KiB
                     _, rights, _, device, inode = line.split(maxsplit=5)[:5]
                     if rights[1:2] == b"w" and rights[3:4] == b"s":
                         major, minor = device.split(b":")

@@ -31,6 +31,7 @@ DONE_MARKER = ".mesh-done"
 MOST_WRITTEN = 64  # unfinished names that are followed (own choice)
 MOST_ENTRIES = 20_000  # of a checkpoint directory that is looked at every 0.25 s (own choice)
 MOST_BESIDE = 16  # files and links that are saved with the checkpoints (own choice)
+FDINFO_CHARS = 256  # position, flags, mount and inode: proc_pid_fdinfo(5)
 _DIGITS, _FRACTION = re.compile(r"[0-9]+"), re.compile(r"[0-9]+\.[0-9]+")  # `val_loss=0.25` counts nothing
 # Names that training frameworks give to unfinished files, and Hugging Face's sentinel.
 _UNFINISHED_SUFFIXES = (".tmp", ".part", ".partial", ".incomplete")
@@ -186,12 +187,18 @@ def open_for_writing(directory: Path, files: Iterable[Look]) -> bool:
                 here: set[str] | None = None
                 for info in (process / "fdinfo").iterdir():
                     with suppress(OSError):  # it was closed meanwhile
-                        told = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+                        told = _head(info)
                         if int(told["flags"], 8) & (os.O_WRONLY | os.O_RDWR):
                             here = numbers_on(process.name, device) if here is None else here
                             if told["mnt_id"].strip() in here and _number(process, info.name, told) in numbers:
                                 return True
     return not inodes.isdisjoint(mapped_for_writing())
+
+
+def _head(info: Path) -> dict[str, str]:
+    """Return what /proc tells of every open file. More follows for some, as much as a guest likes."""
+    with info.open() as file:
+        return dict(line.split(":", 1) for line in file.read(FDINFO_CHARS).splitlines() if ":" in line)
 
 
 def _number(process: Path, descriptor: str, told: Mapping[str, str]) -> int:

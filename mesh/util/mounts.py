@@ -47,7 +47,9 @@ def device_of(path: Path) -> str:
 
 def numbers_on(process: int | str, device: str) -> set[str]:
     """Return the numbers of the mounts of a device (`8:1`) that a process sees. OSError if it has gone."""
-    return {mount.number for mount in mounts(process) if mount.device == device}
+    with Path(f"/proc/{process}/mountinfo").open("rb") as lines:  # one at a time: a guest may have 100,000
+        found = (line.split(b" ", 3) for line in lines)
+        return {number.decode() for number, _, at, _ in found if at == device.encode()}
 
 
 def mount_number(process: int | str, descriptor: int | str) -> str:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,27 @@ def test_stable_mode_waits_for_a_writable_mapping_to_end(
     assert whole is not None and committed_tree(tmp_path, STABLE, time.time() + 6, known=whole.key) == whole
     mapping.close()
     assert committed_tree(tmp_path, STABLE, time.time() + 6) is not None
+
+
+def test_looking_for_writers_takes_little_memory(tmp_path: Path) -> None:
+    """A guest with many mappings of files with long names took hundreds of MiB of its host's daemon."""
+    place = tmp_path / Path(*["d" * 250] * 12)
+    place.mkdir(parents=True)
+    with (place / "model.bin").open("w+b") as file:
+        file.write(bytes(mmap.PAGESIZE))
+        file.flush()
+        rights, size = mmap.PROT_READ | mmap.PROT_WRITE, mmap.PAGESIZE
+        mappings = [Mapping(file.fileno(), size, rights, mmap.MAP_SHARED) for _ in range(3000)]
+        look = Look.of(os.fstat(file.fileno()))
+    tracemalloc.start()
+    try:
+        assert open_for_writing(place, [look])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        for mapping in mappings:
+            mapping.close()
+    assert peak < len(mappings) * 1000, "of 3,000 bytes each"
 
 
 def test_checkpoints_are_linked_inside_the_working_directory_only(tmp_path: Path) -> None:
