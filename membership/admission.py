@@ -339,16 +339,19 @@ class Admission:
         node: NodeId,
         nick: str,
         user: str,
-        roles: tuple[str, ...] = ROLES,
+        roles: tuple[str, ...] = (),
         admit: bool = False,
         existing: bool = False,
     ) -> None:
         """Admit a node and publish its chain; with `admit` it may admit others. TrustError if this node may not do that.
 
-        With `existing` it becomes a machine of the user who has the name.
+        With `existing` it becomes a machine of the user who has the name. Without `roles`, a former member has those that it had,
+        and another node both.
         """
-        bound = self._core.trust.bind(user, node, self._clock.unix(), existing)
-        self._admit(node, nick, bound, roles, admit)
+        trust = self._core.trust
+        former = trust.seen().get(node)
+        bound = trust.bind(user, node, self._clock.unix(), existing)
+        self._admit(node, nick, bound, roles or (ROLES if former is None else former.roles), admit)
 
     def _admit(
         self,

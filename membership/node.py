@@ -49,7 +49,7 @@ from membership.records import Record
 from membership.relay import Relay
 from membership.snapshot import MAX_PEERS, Peer, RevocationFile, Snapshot, SnapshotFile, UsedInvites, next_epoch
 from membership.streams import FAILURES, PACKET_TIMEOUT_S, Streams
-from membership.trust import CERTIFICATE_WARN_S, RENEW_BEFORE_S, ROLES, TrustError, TrustStore
+from membership.trust import CERTIFICATE_WARN_S, RENEW_BEFORE_S, TrustError, TrustStore
 from membership.wire import Ping
 
 if TYPE_CHECKING:
@@ -364,11 +364,13 @@ class MembershipNode:
         node: NodeId,
         nick: str,
         user: str,
-        roles: tuple[str, ...] = ROLES,
+        roles: tuple[str, ...] = (),
         admit: bool = False,
         existing: bool = False,
     ) -> None:
         """Admit a node; with `admit` it may admit others, with `existing` it is one more machine of the user.
+
+        `roles`: if empty, those that it had, or both.
 
         TrustError if this node may not do that, or the user's name belongs to another key.
         """

@@ -497,7 +497,10 @@ def approve(
     admit: bool,
     as_json: bool,
 ) -> None:
-    """Admit NODE, one of `mesh member pending`: its name, or the beginning of its key."""
+    """Admit NODE, one of `mesh member pending`: its name, or the beginning of its key.
+
+    Without --role, one that was a member before gets the roles that it had.
+    """
     order = {"node": node, "nick": nick, "user": user, "roles": roles, "admit": admit, "existing": existing}
     answer = client(ctx).post("/v1/approve", order)
     if as_json:

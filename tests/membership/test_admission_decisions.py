@@ -32,7 +32,9 @@ from membership.reconcile import FrameError
 from membership.snapshot import UsedInvites
 from membership.trust import (
     MAX_THROUGH,
+    PROVIDER,
     ROLES,
+    USER,
     Grant,
     Invite,
     User,
@@ -232,6 +234,20 @@ def test_machine_goes_with_the_member_that_endorsed_it(tmp_path: Path) -> None:
     root.admission.approve(STRANGER.node_id, "desk", "ann", existing=True)
     again = trust.credentials(STRANGER.node_id, NOW)
     assert again is not None and (again.user_key, again.through) == (ann.me, ())
+
+
+def test_former_member_gets_the_roles_back_that_it_had(tmp_path: Path) -> None:
+    """An approval without roles let a machine lend that had been admitted to submit alone."""
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    ann.core.publish(ENDORSED, encode_pending([pending(invite(ann, mine=True, roles=(USER,)))]), 600)
+    meet(root.node, ann.node)
+    root.notice(ENDORSED)
+    trust = root.core.trust
+    trust.admit_statement(make_revocation(ROOT, trust, ann.me, "stolen", NOW))
+    for asked, roles in (((), (USER,)), ((PROVIDER,), (PROVIDER,))):
+        root.admission.approve(STRANGER.node_id, "desk", "ann", asked, existing=True)
+        again = trust.credentials(STRANGER.node_id, NOW)
+        assert again is not None and again.roles == roles
 
 
 def test_member_that_lost_its_certificate_gets_it_with_the_keys_that_it_came_in_through(tmp_path: Path) -> None:

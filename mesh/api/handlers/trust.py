@@ -6,7 +6,6 @@ from membership.addresses import address_text
 from membership.identity import Identity, format_id, short_id
 from membership.node import MembershipNode
 from membership.trust import (
-    ROLES,
     NameTaken,
     TrustError,
     TrustStore,
@@ -96,7 +95,7 @@ class TrustHandlers:
         (node,) = fits
         nick, user = order.nick or waiting[node][0], order.user or waiting[node][1]
         try:
-            self._membership.approve(node, nick, user, tuple(order.roles) or ROLES, order.admit, order.existing)
+            self._membership.approve(node, nick, user, tuple(order.roles), order.admit, order.existing)
             if order.admit and self._trust.genesis.quorum > 1:
                 self._membership.publish_statement(make_promotion(self._identity, self._trust, node, time.time()))
         except NameTaken as error:
