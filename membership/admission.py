@@ -58,7 +58,8 @@ MAX_ENDORSED = 16
 MAX_MACHINES = 32  # of a user, admitted by endorsements; an approval may add more (own choice)
 REQUESTS_PER_S = 5.0  # of one address, before signatures are checked; `mesh join` sends one in two seconds
 PENDING_EXPIRY_S = 3600.0  # after the last request of the node
-PUBLISH_S = 1.0  # minimum interval of changed lists, so that a flood of requests is no flood of gossip
+# Minimum interval of changed lists, so that requests are no flood of gossip: of strangers, for whom a person decides, and others.
+PUBLISH_S = {PENDING: 10.0, INVITED: 1.0}
 PENDING_TTL_S, DECIDED_TTL_S = PENDING_EXPIRY_S, 7 * 86_400.0
 JOIN_TIMEOUT_S = 5.0
 MAX_REQUEST_BYTES = 4096  # with the longest names and the proof of a large RSA key it has 2,000
@@ -563,9 +564,9 @@ class Admission:
         for section, entries in ((PENDING, self._requests.pending()), (INVITED, self._requests.invited())):
             age_s = now - self._published_at[section]
             changed = entries != self._published[section]
-            if (changed and age_s >= PUBLISH_S) or (entries and age_s > PENDING_TTL_S / 4):
+            if (changed and age_s >= PUBLISH_S[section]) or (entries and age_s > PENDING_TTL_S / 4):
                 self._published[section], self._published_at[section] = entries, now
-                self._core.publish(section, encode_pending(entries), PENDING_TTL_S, urgent=True)
+                self._core.publish(section, encode_pending(entries), PENDING_TTL_S, urgent=section == INVITED)
 
 
 def _common_roles(grant: Grant, issuer: Credentials) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from membership.admission import (
     INVITED,
     PENDING,
     PENDING_EXPIRY_S,
+    PUBLISH_S,
     REQUESTS_PER_S,
     Admission,
     AdmissionPolicy,
@@ -447,12 +448,30 @@ def test_machine_that_asks_again_changes_the_published_list_only_with_another_wi
     desk = Desk("ann", tmp_path)
     published: list[bytes] = []
     for nonce, user in ((1, "carol"), (2, "carol"), (3, "cyd")):
-        desk.node.now += 2.0
+        desk.node.now += PUBLISH_S[PENDING]
         desk.admission.answer(make_join_request(STRANGER, nonce, "desk", user), "10.0.0.9")
         (record,) = desk.core.records.section(PENDING, desk.node.unix())
         published.append(record.body)
     assert published[0] == published[1] != published[2]
     assert decode_pending(published[2], 1)[0].user == "cyd"
+
+
+def test_stranger_that_changes_its_name_causes_little_gossip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new name was published within a second, and before all other news."""
+    desk = Desk("ann", tmp_path)
+    urgent: list[bool] = []
+    publish = desk.core.publish
+
+    def counted(section: str, body: bytes, ttl_s: float, urgently: bool = False) -> bool:
+        urgent.append(urgently)
+        return publish(section, body, ttl_s, urgently)
+
+    monkeypatch.setattr(desk.core, "publish", lambda *what, urgent: counted(*what, urgent))
+    for second in range(30):
+        desk.node.now += 1.0
+        desk.admission.answer(make_join_request(STRANGER, second, "desk", f"carol{second}"), "10.0.0.9")
+        desk.admission.tick()
+    assert urgent == [False] * 3
 
 
 def test_requests_of_one_address_are_limited_before_they_are_read(tmp_path: Path) -> None:
