@@ -14,6 +14,7 @@ import msgspec
 
 from membership.config import MAX_RELAYED
 from mesh.util.errors import ConfigError
+from placement.advert import MAX_SLOTS
 
 if TYPE_CHECKING:
     from mesh.execution.ceilings import Ceilings
@@ -253,8 +254,8 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
             raise ConfigError(f"{path}: image_registries holds names of hosts, as docker.io, not {registry!r}")
     _check_ceilings(path, settings)
     _check_data(path, settings.data)
-    if not 0 <= settings.slots <= 1024:
-        raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")
+    if not 0 <= settings.slots <= MAX_SLOTS:
+        raise ConfigError(f"{path}: slots must be 0 to {MAX_SLOTS}, not {settings.slots}")
     if not (math.isfinite(settings.upload_mbps) and settings.upload_mbps >= 0):
         raise ConfigError(
             f"{path}: upload_mbps must be 0 (no limit) or megabits per second, not {settings.upload_mbps:g}"
