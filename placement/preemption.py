@@ -14,6 +14,8 @@ from placement.filters import refusals
 from placement.request import Request
 
 MARGIN = 20  # points of priority between the two jobs: two steps of low, normal, high (own choice)
+# Guests that leave a node, in so many seconds, for jobs of one user that do not come (own choice): priority is the user's word.
+YIELDS, YIELDS_S = 4, 3600.0
 MIN_STAY_S = 120  # a job runs at least this long before it can be preempted (own choice)
 
 

@@ -62,7 +62,7 @@ from mesh.consensus.view import ClockWatch, Instant, Timer, TimerTokens, View
 from mesh.consensus.witness import Witness, unknown_job
 from mesh.model.record import FIRST_TERM, Config, JobRecord, Voter
 from mesh.model.spec import JobSpec, SpecError, format_job
-from placement.preemption import must_yield
+from placement.preemption import YIELDS, YIELDS_S, must_yield
 from placement.request import Request
 
 Role = Literal["witness", "leader", "runner", "member", "submitter"]
@@ -139,6 +139,7 @@ class Participant:
         self.members: dict[bytes, GangMember] = {}
         self.refused = 0  # messages that no correct peer sends
         self._submissions: dict[bytes, _Submission] = {}
+        self._yielded: dict[str, list[float]] = {}  # when guests left for jobs of a user that have not come yet
         self._first_terms: set[bytes] = set()  # jobs submitted in this run that nobody has been asked to start
         self._judge_again: dict[tuple[bytes, bytes], float] = {}  # when an order to recover a job is judged once more
         self._to_release: dict[bytes, set[bytes]] = {}  # witnesses to tell that the run before is over here
@@ -500,6 +501,13 @@ class Participant:
             return []
         if not self._rules.fits_without(message.job, message.wanted_by, wanted):
             return []
+        recent = {
+            user: [since for since in times if at.now - since < YIELDS_S] for user, times in self._yielded.items()
+        }
+        self._yielded = {user: times for user, times in recent.items() if times}
+        if len(self._yielded.get(wanted.user, ())) >= YIELDS:
+            return []
+        self._yielded.setdefault(wanted.user, []).append(at.now)
         reason = (
             f"it makes room for {format_job(message.wanted_by)[:8]} of {wanted.user}, of priority {wanted.priority}"
         )
@@ -533,6 +541,7 @@ class Participant:
         owner = self._rng.randbytes(OWNER_BYTES)
         runner = Runner(self.me, self.nick, message, spec, at, self._view, self._rules.rendezvous, owner)
         self.runners[job] = runner
+        self._came(spec)
         return answer("") + self._from(job, "runner", runner.begin(at))
 
     def _on_enlist(self, sender: bytes, message: Enlist, at: Instant) -> list[Directed]:
@@ -561,7 +570,13 @@ class Participant:
         if refusal is not None:
             return self._give_way(job, spec, at) or answer(refusal)
         member = self.members[job] = GangMember(sender, message, spec, self._rng.getrandbits(32))
+        self._came(spec)
         return answer("") + self._from(job, "member", member.begin(at))
+
+    def _came(self, spec: JobSpec) -> None:
+        """Note that a job of this user has taken a place here, which a guest may have left for it."""
+        if times := self._yielded.get(spec.user):
+            times.pop()
 
     def _give_way(self, job: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
         """End the attempt of a gang that still gathers here, if it comes after this one, which will ask again.

@@ -54,6 +54,7 @@ from mesh.consensus.view import Instant, Timer
 from mesh.consensus.witness import Witness
 from mesh.model.record import FIRST_TERM, Attempt, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import JobSpec, SpecError
+from placement.preemption import YIELDS, YIELDS_S
 from tests.consensus.worlds import (
     DISK,
     JOB,
@@ -215,6 +216,31 @@ def test_runner_yields_only_to_a_signed_job_of_higher_priority_that_would_fit(
     assert bool(notices) == leaves and participant.refused == refused
     assert not leaves or "of eve, of priority 90" in notices[0].reason
     assert not leaves or asked == [(JOB, b"urgent" + bytes(10))]
+
+
+def test_guests_leave_for_few_jobs_of_a_user_that_do_not_come() -> None:
+    """A user whose jobs of priority 100 never took their places sent guests away every two minutes."""
+    participant = make_participant(D)
+    participant._rules = msgspec.structs.replace(participant._rules, fits_without=lambda guest, job, spec: True)
+
+    def leaves(when: float) -> bool:
+        """Tell whether a guest that has come 200 s before leaves for an urgent job."""
+        participant.runners.clear()
+        ((_, accept), *_) = messages(participant.receive(A, make_start(), at(when - 200)), Accept)
+        assert isinstance(accept, Accept)
+        for witness in (A, B):
+            accepted = Accepted(job=JOB, term=1, disk=DISK, round=accept.round)
+            participant.receive(witness, accepted, at(when - 200))
+        participant.report(JOB, GuestStarted(None), at(when - 200))
+        urgent = MakeRoom(job=JOB, wanted_by=b"urgent" + bytes(10), spec=URGENT)
+        out = participant.receive(E, urgent, at(when))
+        return any(isinstance(item.effect, Notify) for item in out if isinstance(item, Directed))
+
+    assert [leaves(1000.0 + 500 * turn) for turn in range(YIELDS + 1)] == [True] * YIELDS + [False]
+    assert leaves(1000.0 + YIELDS_S), "the first time is forgotten"
+    assert not leaves(1250.0 + YIELDS_S)
+    participant._came(participant._rules.open_spec(b"urgent" + bytes(10), URGENT))
+    assert leaves(1450.0 + YIELDS_S), "a job of the user has come"
 
 
 def test_submission_succeeds_when_a_majority_accepts() -> None:
