@@ -4,6 +4,9 @@ What has been read is kept in a table that mirrors the directory: size, times an
 So a file that has not changed is not read again, and an add that was killed goes on where its last pack was published. Memory
 does not grow with the data set: files are read in pieces, small ones are gathered in bundles, pages are made from the table.
 
+With a key, every chunk and page is encrypted (`cipher`). The table is that of a directory and a key, since the same bytes have
+other ids with another key.
+
 Readers get whole chunks. So a bundle is used again only if files of this data set cover all its bytes; else its files are read
 into a new one, and what was deleted or replaced is in no chunk of the new version.
 """
@@ -23,6 +26,7 @@ from typing import NamedTuple
 
 from ckptstore.buffers import allocate
 from ckptstore.chunker import CHUNK_BYTES, split
+from ckptstore.cipher import StateCipher
 from ckptstore.codec import choose, encode
 from ckptstore.dataset import (
     MAX_BYTES,
@@ -97,10 +101,18 @@ Bundled = tuple[int, bytes, int, Times, int]  # a file in a bundle: its director
 
 
 class Adder:
-    """Adds one directory or file. `report` is called now and then, in the adder's thread, and may raise Stopped."""
+    """Adds one directory or file, encrypted with `cipher` if there is one. `report` is called now and then, in the adder's
+    thread, and may raise Stopped.
+    """
 
-    def __init__(self, store: DataSets, report: Report = lambda progress: None, rehash: bool = False) -> None:
-        self._store, self._report, self._rehash = store, report, rehash
+    def __init__(
+        self,
+        store: DataSets,
+        report: Report = lambda progress: None,
+        rehash: bool = False,
+        cipher: StateCipher | None = None,
+    ) -> None:
+        self._store, self._report, self._rehash, self._cipher = store, report, rehash, cipher
         self._sources = Sources(store.root / "sources.sqlite")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dataset")
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="dataset packs")
@@ -124,7 +136,7 @@ class Adder:
         source = os.fsencode(os.path.realpath(path))
         with self._store.working(), self._store.disk_errors():
             try:
-                top = self._sources.top(source)
+                top = self._sources.top(source, b"" if self._cipher is None else self._cipher.realm)
                 directory = source
                 if Path(os.fsdecode(source)).is_dir():
                     self._scan(top, source, ())
@@ -350,13 +362,13 @@ class Adder:
 
     def _put(self, data: memoryview | bytes, encoding: Encoding | None) -> bytes:
         """Store a chunk unless it is here; `encoding`: None to choose it."""
-        chunk = chunk_name(data)
+        chunk = chunk_name(data, self._cipher)
         if self._store.hold(chunk.id, self._held) is None:
             encoding = encoding or choose(data, None, ())
             encoded = encode(data, encoding, None)
             if len(encoded) >= len(data):
                 encoded, encoding = data, Encoding()
-            self._writer.add(*wrap(chunk, encoded, len(data), encoding.codec, encoding.width, None))
+            self._writer.add(*wrap(chunk, encoded, len(data), encoding.codec, encoding.width, None, self._cipher))
         return chunk.id
 
     def _row(self, directory: int, row: Row) -> None:
@@ -507,7 +519,9 @@ class Sources:
         self._last += 1
         return self._last
 
-    def top(self, path: bytes) -> int:
+    def top(self, path: bytes, realm: bytes) -> int:
+        """Return the number of a directory that is added with a key, or without one (no realm)."""
+        path = b"\0".join([path, realm]) if realm else path
         found = self._db.execute("SELECT directory FROM tops WHERE path = ?", [path]).fetchone()
         if found is not None:
             return int(found[0])

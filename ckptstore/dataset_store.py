@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptstore.cipher import StateCipher
 from ckptstore.collector import CollectReport, collect
 from ckptstore.dataset import (
     MAX_LEVELS,
@@ -64,7 +65,10 @@ class Member(NamedTuple):
 
 
 class DataSets(ObjectStore):
-    """The object store with data sets. Thread-safe; all methods block. `quota_bytes`: of packs and trees together."""
+    """The object store with data sets. Thread-safe; all methods block. `quota_bytes`: of packs and trees together.
+
+    Whatever reads pages or files takes the data set's `cipher`, None for one that is not encrypted. MissingKey if it is another.
+    """
 
     verify_command = "mesh data verify"
 
@@ -109,7 +113,7 @@ class DataSets(ObjectStore):
         except FileNotFoundError as error:
             raise NotFound(f"data set {identity.hex()[:12]} is not on this node") from error
 
-    def publish(self, identity: bytes, sealed: bytes, root: Link) -> None:
+    def publish(self, identity: bytes, sealed: bytes, root: Link, cipher: StateCipher | None = None) -> None:
         """Keep a data set whose chunks are all here; durable on return. MissingChunks, BadManifest.
 
         The tree is walked, unless this node has made it.
@@ -117,14 +121,14 @@ class DataSets(ObjectStore):
         if self.members.complete(key_of(root), identity):
             self._check_here(chunk for chunk, _ in self.members.of(identity))
         else:
-            self.enter(identity, root)
+            self.enter(identity, root, cipher)
         with self.disk_errors():
             write_durably(self.sets / identity.hex(), sealed)
 
-    def enter(self, identity: bytes, root: Link) -> None:
+    def enter(self, identity: bytes, root: Link, cipher: StateCipher | None = None) -> None:
         """Record the chunks of a data set, after its whole tree is walked."""
         self.members.remove(identity)
-        for batch in batches(self.chunks(root), ROWS):
+        for batch in batches(self.chunks(root, cipher), ROWS):
             self._check_here(chunk for chunk, _ in batch)
             self.members.note(identity, batch)
         self.members.complete(identity, identity)
@@ -179,26 +183,26 @@ class DataSets(ObjectStore):
 
     # --- walking
 
-    def page(self, link: Link) -> Page:
-        return decode_page(self.chunk(link.id), link)
+    def page(self, link: Link, cipher: StateCipher | None = None) -> Page:
+        return decode_page(self.chunk(link.id, cipher), link)
 
-    def chunk_list(self, link: Link) -> ChunkList:
-        return decode_list(self.chunk(link.id), link)
+    def chunk_list(self, link: Link, cipher: StateCipher | None = None) -> ChunkList:
+        return decode_list(self.chunk(link.id, cipher), link)
 
-    def entries(self, link: Link, level: int = 0) -> Iterator[tuple[Page, Entry]]:
+    def entries(self, link: Link, cipher: StateCipher | None = None, level: int = 0) -> Iterator[tuple[Page, Entry]]:
         """Yield the entries of a directory in order, each with its page."""
-        page = self.page(link)
+        page = self.page(link, cipher)
         if page.children and level >= MAX_LEVELS:  # an honest one has at most 1024 entries a level
             raise BadManifest("a directory of a data set has too many levels of index pages")
         for child in page.children:
-            yield from self.entries(child.link, level + 1)
+            yield from self.entries(child.link, cipher, level + 1)
         for entry in page.entries:
             yield page, entry
 
-    def walk(self, link: Link) -> Iterator[tuple[tuple[bytes, ...], Page, Entry]]:
+    def walk(self, link: Link, cipher: StateCipher | None = None) -> Iterator[tuple[tuple[bytes, ...], Page, Entry]]:
         """Yield every entry below a directory with the directories above it, a directory before what it holds."""
         check_root(link)
-        stack: list[tuple[tuple[bytes, ...], Iterator[tuple[Page, Entry]]]] = [((), self.entries(link))]
+        stack: list[tuple[tuple[bytes, ...], Iterator[tuple[Page, Entry]]]] = [((), self.entries(link, cipher))]
         while stack:
             parts, entries = stack[-1]
             found = next(entries, None)
@@ -208,9 +212,9 @@ class DataSets(ObjectStore):
             page, entry = found
             yield parts, page, entry
             if stat.S_ISDIR(entry.mode):
-                stack.append(((*parts, entry.name), self.entries(entry.lists[0])))
+                stack.append(((*parts, entry.name), self.entries(entry.lists[0], cipher)))
 
-    def chunks(self, root: Link) -> Iterator[tuple[bytes, int]]:
+    def chunks(self, root: Link, cipher: StateCipher | None = None) -> Iterator[tuple[bytes, int]]:
         """Yield every chunk below a link with its length, pages included; some more than once.
 
         What several pages name is walked once, so that few bytes cannot unfold to millions of pages.
@@ -221,17 +225,17 @@ class DataSets(ObjectStore):
             link, is_page = stack.pop()
             yield link.id, link.length
             if is_page:
-                page = self.page(link)
+                page = self.page(link, cipher)
                 yield from page.chunks
                 stack += fresh(links_of(page), seen)
             else:
-                yield from self.chunk_list(link).chunks
+                yield from self.chunk_list(link, cipher).chunks
 
-    def find(self, root: Link, path: Sequence[bytes]) -> Entry:
+    def find(self, root: Link, path: Sequence[bytes], cipher: StateCipher | None = None) -> Entry:
         """Return the entry at a path. NotFound."""
         link, entry = root, None
         for name in path:
-            entry = next((entry for _, entry in self.entries(link) if entry.name == name), None)
+            entry = next((entry for _, entry in self.entries(link, cipher) if entry.name == name), None)
             if entry is None or (name is not path[-1] and not stat.S_ISDIR(entry.mode)):
                 raise NotFound(f"{os.fsdecode(b'/'.join(path))} is not in this data set")
             link = entry.lists[0] if stat.S_ISDIR(entry.mode) else link
@@ -251,7 +255,9 @@ class DataSets(ObjectStore):
             path.rename(going)
             remove_tree(going)
 
-    def make_tree(self, identity: bytes, root: Link, report: Report = lambda done: None) -> Path:
+    def make_tree(
+        self, identity: bytes, root: Link, report: Report = lambda done: None, cipher: StateCipher | None = None
+    ) -> Path:
         """Write the files of a data set, each chunk verified, unless they are there; return their directory.
 
         It appears as a whole. Nothing is ever written outside, or over another file of it; modes are read-only.
@@ -263,7 +269,7 @@ class DataSets(ObjectStore):
         with self.disk_errors():
             making.mkdir(mode=0o700)
             try:
-                self._write_tree(making, root, report)
+                self._write_tree(making, root, report, cipher)
                 _read_only(making)
                 _sync(making)
                 making.rename(path)
@@ -272,12 +278,12 @@ class DataSets(ObjectStore):
                 raise
         return path
 
-    def _write_tree(self, making: Path, root: Link, report: Report) -> None:
+    def _write_tree(self, making: Path, root: Link, report: Report, cipher: StateCipher | None) -> None:
         """Write files of whole chunks as they come, and after them the parts of chunks, chunk by chunk.
 
         So no more is decoded than all files and all chunks have, in whatever order the files share bundles.
         """
-        done, decoded = 0, lru_cache(DECODED)(lambda one: memoryview(self.chunk(one)))
+        done, decoded = 0, lru_cache(DECODED)(lambda one: memoryview(self.chunk(one, cipher)))
 
         def write(path: str, mode: int, size: int, parts: Iterable[Part]) -> None:
             nonlocal done
@@ -298,7 +304,7 @@ class DataSets(ObjectStore):
                 os.close(descriptor)
 
         with TreeWriter(making, PREFIX) as tree, contextlib.closing(Bundled(self.tmp)) as bundled:
-            for parts, page, entry in self.walk(root):
+            for parts, page, entry in self.walk(root, cipher):
                 path = PREFIX + os.fsdecode(b"/".join((*parts, entry.name)))
                 if stat.S_ISDIR(entry.mode):
                     tree.directory(path, 0o700)
@@ -306,7 +312,7 @@ class DataSets(ObjectStore):
                 if stat.S_ISLNK(entry.mode):
                     tree.link(path, os.fsdecode(entry.target))
                     continue
-                pieces = self._parts(page, entry)
+                pieces = self._parts(page, entry, cipher)
                 if entry.refs and entry.size < page.lengths[entry.refs[0].number]:
                     bundled.put(path, entry.mode, next(pieces))
                     report(done)  # which may raise Stopped
@@ -315,19 +321,19 @@ class DataSets(ObjectStore):
             for path, mode, part in bundled:
                 write(path, mode, part[3], [part])
 
-    def _parts(self, page: Page, entry: Entry) -> Iterator[Part]:
+    def _parts(self, page: Page, entry: Entry, cipher: StateCipher | None) -> Iterator[Part]:
         for ref in entry.refs:
             yield page.chunk(ref.number), page.lengths[ref.number], ref.offset, ref.length
         for link in entry.lists:
-            for one, length in self.chunk_list(link).chunks:
+            for one, length in self.chunk_list(link, cipher).chunks:
                 yield one, length, 0, length
 
     # --- space
 
-    def receive(self, max_bytes: int) -> Receiver:
-        """Begin to receive up to `max_bytes` from a peer."""
+    def receive(self, max_bytes: int, realm: bytes = b"") -> Receiver:
+        """Begin to receive up to `max_bytes` from a peer, of a data set that is encrypted in this realm; empty: in none."""
         with self.disk_errors():
-            return Receiver(self, max_bytes)
+            return Receiver(self, max_bytes, realm=realm)
 
     def check_quota(self, more: int, foreign: bool = False) -> None:
         if self.quota_bytes is not None and self.stored_bytes() + more > self.quota_bytes:

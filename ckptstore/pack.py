@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from ckptstore.buffers import allocate
 from ckptstore.chunker import CHUNK_BYTES
-from ckptstore.cipher import ENCRYPTION_BYTES, Name, StateCipher, check_encrypted
+from ckptstore.cipher import ENCRYPTION_BYTES, REALM_BYTES, Name, StateCipher, check_encrypted
 from ckptstore.encoding import PLANES, RAW, WIDTHS, ZSTD, Bytes
 from ckptstore.errors import CorruptChunk, MissingKey
 
@@ -143,19 +143,29 @@ def check_stored(header: ObjectHeader, stored: Bytes) -> None:
 
 
 def open_chunk(header: ObjectHeader, stored: Bytes, base: Bytes | None, cipher: StateCipher | None = None) -> Bytes:
-    """Decode a chunk and verify it against its id. CorruptChunk, or MissingKey if it is encrypted with another key."""
+    """Decode a chunk and verify it against its id. CorruptChunk, or MissingKey if it is encrypted with another key.
+
+    With a key, a chunk that is not encrypted is refused: nothing else vouches for whose it is.
+    """
     from ckptstore.codec import decode
 
     if (base is None) != (header.base is None):
         raise CorruptChunk("a delta without its base")
-    if header.encrypted:
-        if cipher is None:
-            raise MissingKey("a chunk is encrypted, and this node does not have the key")
+    if header.encrypted and cipher is None:
+        raise MissingKey("a chunk is encrypted, and this node does not have the key")
+    if cipher is not None:
+        if not header.encrypted:
+            raise CorruptChunk("a chunk is not encrypted, and is to be")
         stored = cipher.decrypt_chunk(header.meaning, stored)
     data = decode(stored, header.codec, header.width, header.raw_length, base)
-    if chunk_name(data, cipher if header.encrypted else None).id != header.id:
+    if chunk_name(data, cipher).id != header.id:
         raise CorruptChunk("a chunk does not match its id")
     return data
+
+
+def realm_of(header: ObjectHeader, stored: Bytes) -> bytes:
+    """Return what names the key of a chunk; empty if it is not encrypted."""
+    return bytes(memoryview(stored)[:REALM_BYTES]) if header.encrypted else b""
 
 
 StoredObject = tuple[ObjectHeader, memoryview]  # with its stored bytes

@@ -16,19 +16,20 @@ from ckptstore.pack import (
     StoredObject,
     check_stored,
     open_chunk,
+    realm_of,
 )
 
 MOST_OBJECTS = 2 * MAX_IDS  # of a stream: the chunks of a message, each with a base
 
 
 class Receiver:
-    """Receives one stream. Nothing is kept unless `finish` or `keep` returns.
+    """Receives one stream. Nothing is kept unless `finish` or `keep` returns. `realm`: of all its chunks; None: of any.
 
     Calls are serialized; after `finish`, `keep` or `abort` they have no effect. A receiver owns nothing before its first chunk.
     """
 
-    def __init__(self, store: ObjectStore, max_bytes: int, foreign: bool = False) -> None:
-        self._store = store
+    def __init__(self, store: ObjectStore, max_bytes: int, foreign: bool = False, realm: bytes | None = None) -> None:
+        self._store, self._realm = store, realm
         self._remaining = max_bytes
         self.objects = ObjectStream()
         self._held: set[str] = set()
@@ -94,6 +95,8 @@ class Receiver:
     def _take(self, header: ObjectHeader, stored: Bytes) -> None:
         if not header.plain:  # else the stored bytes are the chunk, which is compared with its id
             check_stored(header, stored)
+        if self._realm is not None and realm_of(header, stored) != self._realm:
+            raise CorruptChunk("a chunk is encrypted with another key than what it belongs to, or only one of them is")
         where = self._store.hold(header.id, self._held)
         if where is not None and (where.base is None or header.base is not None):
             return

@@ -647,7 +647,7 @@ def test_chunks_that_files_use_in_turn_are_decoded_once(store: DataSets, monkeyp
     writer.add(*wrap(page, data, len(data), 0, 0, None))
     store.publish_pack(writer)
     read, real = [], store.chunk
-    monkeypatch.setattr(store, "chunk", lambda one: read.append(one) or real(one))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(store, "chunk", lambda one, cipher: read.append(one) or real(one, cipher))  # type: ignore[func-returns-value]
     tree = store.make_tree(ID, Link(page.id, len(data), 40 * 5, 40))
     assert (tree / "37").read_bytes() == b"\5" * 5 and len(read) == 8 + 1
     assert list(store.tmp.iterdir()) == []
