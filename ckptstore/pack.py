@@ -145,7 +145,7 @@ def check_stored(header: ObjectHeader, stored: Bytes) -> None:
 def open_chunk(header: ObjectHeader, stored: Bytes, base: Bytes | None, cipher: StateCipher | None = None) -> Bytes:
     """Decode a chunk and verify it against its id. CorruptChunk, or MissingKey if it is encrypted with another key.
 
-    With a key, a chunk that is not encrypted is refused: nothing else vouches for whose it is.
+    With a key, a chunk that is not encrypted is refused like one with another key.
     """
     from ckptstore.codec import decode
 
@@ -154,8 +154,6 @@ def open_chunk(header: ObjectHeader, stored: Bytes, base: Bytes | None, cipher: 
     if header.encrypted and cipher is None:
         raise MissingKey("a chunk is encrypted, and this node does not have the key")
     if cipher is not None:
-        if not header.encrypted:
-            raise CorruptChunk("a chunk is not encrypted, and is to be")
         stored = cipher.decrypt_chunk(header.meaning, stored)
     data = decode(stored, header.codec, header.width, header.raw_length, base)
     if chunk_name(data, cipher).id != header.id:

@@ -99,6 +99,11 @@ def show_(ctx: click.Context, name: str, path: str, as_json: bool) -> None:
     say(f"  nodes: {', '.join(answer['nodes']) or 'none is there'}")
     if answer["path"]:
         say(f"  this node offers {answer['path']} for it")
+    if answer["encrypted"]:
+        say("  encrypted on the disks of these nodes")
+    if answer["entries"] is None and answer["here"]:
+        say("mesh: its files are not listed, since this node does not have its key", err=True)
+        return
     if answer["entries"] is None:
         say(f"mesh: it is not on this node: `mesh data pin {answer['name']}` brings it and lists its files", err=True)
         return

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link, fresh, links_of
 from ckptstore.errors import BadManifest, CorruptChunk
 from ckptstore.fetch import Fetch, Request
@@ -53,7 +54,9 @@ class Progress:
 
 
 class DataFetcher:
-    """`blame` reports a node that sent wrong data; `arrived` is called with each data set that is whole here."""
+    """`cipher` finds the key of a data set (`DataKeys.cipher`); `blame` reports a node that sent wrong data; `arrived` is called
+    with each data set that is whole here.
+    """
 
     def __init__(
         self,
@@ -61,11 +64,12 @@ class DataFetcher:
         directory: DataDirectory,
         space: Space,
         peers: PeerClient,
+        cipher: Callable[[bytes, DataManifest], Awaitable[StateCipher | None]],
         blame: Callable[[NodeId, str], None],
         arrived: Callable[[bytes, bytes, DataManifest], None],
     ) -> None:
         self._holdings, self._directory, self._space, self._peers = holdings, directory, space, peers
-        self._blame, self._arrived = blame, arrived
+        self.cipher, self._blame, self._arrived = cipher, blame, arrived
         self._fetches: dict[bytes, tuple[SharedTask, Progress]] = {}
         self._running = Counter[bool]()  # fetches that a job here waits for (True), and others
         self._changed = asyncio.Condition()  # who waits for a turn asks again
@@ -166,10 +170,11 @@ class DataFetcher:
             while True:
                 before = progress.came
                 try:
+                    cipher = await self.cipher(identity, manifest)
                     with self._holdings.store.working():
-                        await self._round(progress, room, identity, manifest, failed)
+                        await self._round(progress, room, identity, manifest, cipher, failed)
                         assert manifest.root is not None
-                        await asyncio.to_thread(self._holdings.store.publish, identity, sealed, manifest.root)
+                        await asyncio.to_thread(self._holdings.store.publish, identity, sealed, manifest.root, cipher)
                     break
                 except FetchFailed as error:
                     log.info("data set %s: %s", manifest.full_name, error)
@@ -190,6 +195,7 @@ class DataFetcher:
         room: Room,
         identity: bytes,
         manifest: DataManifest,
+        cipher: StateCipher | None,
         failed: dict[NodeId, str],
     ) -> None:
         """Walk the tree and fetch what is missing in the order of its files, pages first."""
@@ -221,7 +227,7 @@ class DataFetcher:
             if stack and len(wanted) < CHUNKS:
                 nodes, stack = stack[:NODES], stack[NODES:]
                 await have({link.id: link.length for link, _ in nodes})
-                links, chunks = await asyncio.to_thread(self._opened_links, nodes, seen)
+                links, chunks = await asyncio.to_thread(self._opened_links, nodes, seen, cipher)
                 stack = links + stack
                 wanted |= chunks
             else:
@@ -229,17 +235,17 @@ class DataFetcher:
                 await have(batch)
 
     def _opened_links(
-        self, nodes: Sequence[tuple[Link, bool]], seen: set[Link]
+        self, nodes: Sequence[tuple[Link, bool]], seen: set[Link], cipher: StateCipher | None
     ) -> tuple[list[tuple[Link, bool]], dict[bytes, int]]:
         links: list[tuple[Link, bool]] = []
         chunks: dict[bytes, int] = {}
         for link, is_page in nodes:
             if is_page:
-                page = self._holdings.store.page(link)
+                page = self._holdings.store.page(link, cipher)
                 links += fresh(links_of(page), seen)
                 chunks |= dict(page.chunks)
             else:
-                chunks |= dict(self._holdings.store.chunk_list(link).chunks)
+                chunks |= dict(self._holdings.store.chunk_list(link, cipher).chunks)
         return links, chunks
 
     async def _get(
@@ -285,7 +291,8 @@ class DataFetcher:
             raise FetchFailed(problem)
 
     async def _pull(self, identity: bytes, job: bytes | None, request: Request) -> Pulled:
-        receiver = await asyncio.to_thread(self._holdings.store.receive, max_stream_bytes(request.ids))
+        realm = self._directory.known[identity].realm
+        receiver = await asyncio.to_thread(self._holdings.store.receive, max_stream_bytes(request.ids), realm)
         path = f"/v1/data/{identity.hex()}/chunks" + (f"?job={job.hex()}" if job is not None else "")
         coming = asyncio.get_running_loop().create_future()
         self._coming |= dict.fromkeys(request.ids, coming)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset_store import DataSets
 from ckptstore.errors import StoreError
 from membership.durable import write_durably
@@ -20,12 +21,18 @@ log = logging.getLogger(__name__)
 
 
 class Holdings:
-    """A shell around the store. Open it before anything else."""
+    """A shell around the store. Open it before anything else but the keys; `known` gives the key of a realm that is here."""
 
     store: DataSets
 
-    def __init__(self, root: Path, quota_bytes: int | None, directory: DataDirectory) -> None:
-        self.root, self._quota_bytes, self._directory = root, quota_bytes, directory
+    def __init__(
+        self,
+        root: Path,
+        quota_bytes: int | None,
+        directory: DataDirectory,
+        known: Callable[[bytes], StateCipher | None],
+    ) -> None:
+        self.root, self._quota_bytes, self._directory, self._known = root, quota_bytes, directory, known
         self.held: set[bytes] = set()
         self.damaged: set[bytes] = set()  # those that lack chunks: they stay, and are not offered
         self.used: Counter[bytes] = Counter()
@@ -45,12 +52,15 @@ class Holdings:
                 sealed = self.store.sealed(identity)
                 manifest = self._directory.opened(identity, sealed)
                 if manifest.root is not None and identity not in entered:
-                    self.store.enter(identity, manifest.root)
+                    self.store.enter(identity, manifest.root, self._known(manifest.realm))
             except (DataError, StoreError, OSError) as error:
                 log.warning("data set %s is not offered: %s", identity.hex()[:12], error)
                 continue
             self._directory.remember(identity, sealed, manifest)
             self.held.add(identity)
+        for tree in tuple(self.store.trees.iterdir()):  # the guests of an earlier run died with it
+            if (identity := bytes.fromhex(tree.name)) not in self.held or self.is_encrypted(identity):
+                self.store.drop_tree(identity)
         self.find_damaged()
 
     def find_damaged(self) -> None:
@@ -67,6 +77,9 @@ class Holdings:
 
     def is_whole(self, identity: bytes) -> bool:
         return self.is_here(identity) and identity not in self.damaged
+
+    def is_encrypted(self, identity: bytes) -> bool:
+        return bool(self._directory.known[identity].realm)
 
     def needs(self, identity: bytes) -> bool:
         """Tell whether a data set is here or on its way to a guest."""
@@ -104,6 +117,15 @@ class Holdings:
         self.pin(identity, False)
         await asyncio.shield(going)
         return True
+
+    async def unused(self, identity: bytes) -> None:
+        """One use of a data set is over. After the last, files that are encrypted in the packs go from the disk."""
+        self.used[identity] -= 1
+        if identity in self._directory.known and self.is_encrypted(identity):
+            try:
+                await self.drop_tree(identity)
+            except OSError as error:
+                log.error("files of data set %s stay in the clear until the next start: %s", identity.hex()[:12], error)
 
     async def drop_tree(self, identity: bytes) -> bool:
         """Drop the files of a data set, which are made again at its next use; False if a guest uses them."""

@@ -1,18 +1,19 @@
 """The data sets of this node: adding, removing and checking them, and giving them to guests.
 
-A shell around what the mesh has (`directory`), what is here (`holdings`), how it comes here (`fetcher`) and what goes (`space`).
-A node that has all of a data set announces that and gives it on.
+A shell around what the mesh has (`directory`), what is here (`holdings`), how it comes here (`fetcher`), what goes (`space`), and
+who can read it (`keys`). A node that has all of a data set announces that and gives it on.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link
 from ckptstore.dataset_store import batches
 from ckptstore.errors import Stopped, StoreError
@@ -23,6 +24,7 @@ from membership.trust import TrustStore
 from mesh.data.directory import DataDirectory
 from mesh.data.fetcher import CHUNKS, TELL_S, DataFetcher, Tell
 from mesh.data.holdings import Holdings
+from mesh.data.keys import DataKeys
 from mesh.data.manifest import (
     FORMAT_VERSION,
     KIND,
@@ -36,6 +38,7 @@ from mesh.data.manifest import (
     data_id,
     encode_announced,
     encode_manifest,
+    statement,
 )
 from mesh.data.space import Space
 from mesh.data.streams import LEAST_BYTES, Guest, MountFailed, Stream, Streams
@@ -55,6 +58,7 @@ TIDY_S = 60.0
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+BringsKey = Callable[[], Awaitable[bytes]]  # returns the key of a data set; empty if the job brings none
 Check = Callable[[], None]  # to be called often; raises Stopped once the work is to end
 
 
@@ -83,12 +87,13 @@ class Work:
 
 
 class Brought(NamedTuple):
-    """A data set's files for a guest, in a directory. `stream`: if it is still being fetched."""
+    """A data set's files for a guest, in a directory. `stream`: if it is still being fetched. `lent`: names the job's key."""
 
     need: DataNeed
     path: Path
     guest: Guest
     stream: Stream | None = None
+    lent: bytes = b""
 
 
 class DataLibrary:
@@ -114,9 +119,12 @@ class DataLibrary:
         self.paths = dict(paths)
         self._identity, self._trust, self._membership, self._changed = identity, trust, membership, changed
         self.directory = DataDirectory(trust, membership, peers, self._needs, blame, self._heard)
-        self.holdings = Holdings(root, quota_bytes, self.directory)
+        self.keys = DataKeys(root / "keys", identity, trust, membership, peers, self.directory)
+        self.holdings = Holdings(root, quota_bytes, self.directory, self.keys.known)
         self.space = Space(identity.node_id, self.holdings, self.directory, peers, keep_s, self._announce)
-        self.fetcher = DataFetcher(self.holdings, self.directory, self.space, peers, blame, self._arrived)
+        self.fetcher = DataFetcher(
+            self.holdings, self.directory, self.space, peers, self.keys.cipher, blame, self._arrived
+        )
         self.streams = Streams(self.holdings, self.fetcher)
         self.works: dict[tuple[str, str], Work] = {}
         self._adding = asyncio.Semaphore(1)
@@ -127,6 +135,7 @@ class DataLibrary:
 
     async def open(self) -> None:
         """Open the store, and know again what is in it."""
+        await asyncio.to_thread(self.keys.open)
         await self.holdings.open()
         await self.streams.open()
         self._announce()
@@ -207,7 +216,10 @@ class DataLibrary:
         return work
 
     def add(self, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool) -> Work:
-        """Add a directory or file as the newest version of one of this user's data sets. DataError."""
+        """Add a directory or file as the newest version of one of this user's data sets. DataError.
+
+        It is encrypted unless it is for everybody.
+        """
         check_name(name)
         source = (path, readers, everybody, rehash)
         going = self.works.get(("add", name))
@@ -231,22 +243,25 @@ class DataLibrary:
     ) -> None:
         from ckptstore.dataset_adder import Added, Adder, Progress  # it needs numpy
 
+        keys = [reader.key for reader in readers]
+        cipher = None if everybody else await asyncio.to_thread(self.keys.for_version, name, keys)
+
         def read(check: Check) -> Added:
             def tell(progress: Progress) -> None:
                 check()
                 work.at(f"{progress.files} files, {amount(progress.bytes)}, {amount(progress.read)} of that read")
 
-            return Adder(self.holdings.store, tell, rehash).add(path)
+            return Adder(self.holdings.store, tell, rehash, cipher).add(path)
 
         begun = time.monotonic()
         with self.holdings.store.working():
             added = await _finished(read)
             work.at("is signed")
-            sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes)
+            sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes, cipher)
             identity = data_id(sealed)
             manifest = self.directory.opened(identity, sealed)
             await asyncio.to_thread(self.holdings.pin, identity, True)  # first: a crash must not leave it unpinned
-            await asyncio.to_thread(self.holdings.store.publish, identity, sealed, added.root)
+            await asyncio.to_thread(self.holdings.store.publish, identity, sealed, added.root, cipher)
         self._arrived(identity, sealed, manifest)
         work.result = {
             "id": identity.hex(),
@@ -260,7 +275,13 @@ class DataLibrary:
             self.holdings.pin(old, False)
 
     def _sign(
-        self, name: str, root: Link | None, readers: tuple[Reader, ...], everybody: bool, chunk_bytes: int = 0
+        self,
+        name: str,
+        root: Link | None,
+        readers: tuple[Reader, ...],
+        everybody: bool,
+        chunk_bytes: int = 0,
+        cipher: StateCipher | None = None,
     ) -> bytes:
         own, now = self._membership.credentials, time.time()
         before = self.directory.newest_of((own.user_key, name))
@@ -279,6 +300,8 @@ class DataLibrary:
             chunk_bytes,
             readers,
             everybody,
+            b"" if cipher is None else cipher.realm,
+            b"" if cipher is None else cipher.prove(statement((own.user_key, name))),
         )
         return seal(self._identity, self._trust.mesh_id, KIND, encode_manifest(manifest))
 
@@ -336,7 +359,7 @@ class DataLibrary:
                     await self._mend(identity, manifest, missing)
                     work.result["fetched_again"] = len(missing)
             finally:
-                self.holdings.used[identity] -= 1
+                await self.holdings.unused(identity)
             await self.holdings.drop_tree(identity)
 
         return self.begin("verify", manifest.full_name, do)
@@ -375,8 +398,10 @@ class DataLibrary:
             raise FetchFailed(f"data set {manifest.full_name} is not for this job's user")
         return manifest
 
-    async def bring(self, need: DataNeed, user_key: bytes, guest: Guest, tell: Tell, may_stream: bool) -> Brought:
-        """Return a data set's files for a guest of a user, until `release`. FetchFailed.
+    async def bring(
+        self, need: DataNeed, key: BringsKey, user_key: bytes, guest: Guest, tell: Tell, may_stream: bool
+    ) -> Brought:
+        """Return a data set's files for a guest of a user, until `release`. FetchFailed. `key`: opens what its job brings.
 
         A large one that is not here is streamed if the guest may take it so and this machine can; else it is fetched first.
         """
@@ -391,15 +416,19 @@ class DataLibrary:
         if not need.manifest:
             raise FetchFailed(f"this node does not offer data set {need.name}")
         self.holdings.used[need.manifest] += 1
+        lent = b""
         try:
             await self.holdings.gone(need.manifest)
             manifest = await self._readable(need, user_key)
+            if manifest.realm:
+                known = self.keys.known(manifest.realm)
+                lent = self.keys.lend(manifest, await key() if known is None else known.key)
             tree = self.holdings.store.tree(need.manifest)
             if not self.holdings.is_whole(need.manifest) and not tree.exists():
                 if may_stream and manifest.chunk_bytes >= LEAST_BYTES and not streaming_problem():
                     try:
                         stream = await self.streams.join(need.manifest, manifest, guest, tell)
-                        return Brought(need, stream.path, guest, stream)
+                        return Brought(need, stream.path, guest, stream, lent)
                     except MountFailed as error:
                         guest.note(f"{error}: it is fetched first")
                 await self.fetcher.fetch(need.manifest, manifest, lambda: guest.job, tell)
@@ -408,9 +437,10 @@ class DataLibrary:
                     if not tree.exists():  # it may have been made for another guest meanwhile
                         await self._unpack(need.manifest, manifest, tell)
             self.holdings.touch(need.manifest)
-            return Brought(need, tree, guest)
+            return Brought(need, tree, guest, None, lent)
         except BaseException as error:
-            self.holdings.used[need.manifest] -= 1
+            self.keys.give_back(lent)
+            await self.holdings.unused(need.manifest)
             if isinstance(error, StoreError | DataError | OSError):
                 raise FetchFailed(f"data set {need.name}: {error}") from error
             raise
@@ -418,6 +448,7 @@ class DataLibrary:
     async def _unpack(self, identity: bytes, manifest: DataManifest, tell: Tell) -> None:
         assert manifest.root is not None
         root, done, what = manifest.root, 0, f"the files of {manifest.full_name}"
+        cipher = await self.keys.cipher(identity, manifest)
 
         def make(check: Check) -> None:
             def report(count: int) -> None:
@@ -425,7 +456,7 @@ class DataLibrary:
                 check()
                 done = count
 
-            self.holdings.store.make_tree(identity, root, report)
+            self.holdings.store.make_tree(identity, root, report, cipher)
 
         tell("makes room")
         async with self.space.room(manifest.tree_bytes, what, identity, root.entries + 1):
@@ -435,8 +466,9 @@ class DataLibrary:
         """A guest that `bring` served is gone."""
         if brought.stream is not None:
             await self.streams.leave(brought.stream, brought.guest)
+        self.keys.give_back(brought.lent)
         if brought.need.manifest and brought.need.name not in self.paths:
-            self.holdings.used[brought.need.manifest] -= 1
+            await self.holdings.unused(brought.need.manifest)
 
 
 async def _finished(work: Callable[[Check], T], report: Callable[[], None] = lambda: None) -> T:

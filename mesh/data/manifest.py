@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
+from ckptstore.cipher import REALM_BYTES, SIGNATURE_BYTES, is_proof
 from ckptstore.dataset import MAX_BYTES, MAX_ENTRIES, Link, check_root
 from ckptstore.errors import BadManifest
 from membership.malformed import MALFORMED
@@ -48,7 +49,8 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
 
 class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One version of a data set. `chain`: the certificates of the node that signed it. `chunk_bytes`: what a node without any of
-    it has to fetch."""
+    it has to fetch. `realm`: names the key with which its chunks and pages are encrypted; empty if they are not. `proof`: that
+    its author has that key, so that nobody is given the key of another data set for theirs."""
 
     version: Natural
     name: str
@@ -61,6 +63,8 @@ class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     chunk_bytes: Natural = 0
     readers: Annotated[tuple[Reader, ...], msgspec.Meta(max_length=MAX_READERS)] = ()
     everybody: bool = False
+    realm: Annotated[bytes, msgspec.Meta(max_length=REALM_BYTES)] = b""
+    proof: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
 
     @property
     def full_name(self) -> str:
@@ -117,6 +121,12 @@ def check_name(name: str) -> str:
     return name
 
 
+def statement(key: tuple[bytes, str]) -> bytes:
+    """Return what the `proof` of a data set with this key (`DataManifest.key`) says."""
+    user_key, name = key
+    return b"data set " + user_key + name.encode()
+
+
 def encode_manifest(manifest: DataManifest) -> bytes:
     check_manifest(manifest)
     return msgspec.msgpack.encode(manifest)
@@ -142,6 +152,11 @@ def check_manifest(manifest: DataManifest) -> None:
         raise DataError("the owner's name is not valid")
     if manifest.chunk_bytes > MAX_BYTES + 1024 * MAX_ENTRIES or any(len(one.name) > 64 for one in manifest.readers):
         raise DataError("the manifest's numbers or readers are out of range")
+    realms = {0} if manifest.everybody or manifest.root is None else {0, REALM_BYTES}
+    if len(manifest.realm) not in realms:
+        raise DataError("a data set is encrypted with one key, and not at all if it is for everybody or removed")
+    if manifest.realm and not is_proof(manifest.realm, statement(manifest.key), manifest.proof):
+        raise DataError("the data set names a key that its author does not have: it is copied from another one")
     if manifest.root is not None:
         try:
             check_root(manifest.root)

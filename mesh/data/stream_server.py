@@ -2,7 +2,8 @@
 
 It shows the whole tree at once, answers from the packs that are here, every chunk compared with its hash, and asks the daemon for
 the chunks that reads wait for. A read that does not get a chunk within `read_s` seconds, or all of them within 1.5 times that,
-fails with EIO. Records on the pipes: a letter, a chunk's id and its length. The file system goes when the daemon's end closes.
+fails with EIO. Records on the pipes: a letter, a chunk's id and its length; the first has the data set's key instead, of length
+0 if it is not encrypted. So no argument or variable has it. The file system goes when the daemon's end closes.
 """
 
 import asyncio
@@ -19,10 +20,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link
 from ckptstore.dataset_view import TOP, DataView, Found, Lacking
 from ckptstore.encoding import Bytes
@@ -30,9 +33,9 @@ from ckptstore.errors import MissingChunks, NotFound, StoreError
 from ckptstore.index import IndexReader
 from ckptstore.objects import ObjectReader
 from mesh.data import fuse
-from mesh.util.processes import lines_of
+from mesh.util.processes import lines_of, no_core_dumps
 
-WANT, HERE, FAILED = b"w", b"h", b"f"
+OPENS, WANT, HERE, FAILED = b"o", b"w", b"h", b"f"
 RECORD = struct.Struct("=c32sI")
 AGAIN_S = (
     5.0  # until the daemon is asked again, and for which a read of a chunk that did not come fails at once (own choice)
@@ -257,12 +260,18 @@ def tell(kind: bytes, identity: bytes, length: int) -> None:
         os.write(sys.stdout.fileno(), RECORD.pack(kind, identity, length))
 
 
-async def serve(path: Path, store: Path, unix: int, root: Link, read_s: float) -> None:
+def key_of(record: bytes) -> StateCipher | None:
+    """Return the key that the daemon sends first."""
+    _, key, length = RECORD.unpack(record)
+    return StateCipher(key) if length else None
+
+
+async def serve(path: Path, store: Path, unix: int, root: Link, read_s: float, cipher: StateCipher | None) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(READERS))
     reader = ObjectReader(store / "packs", IndexReader(store / "index.sqlite"))
     kernel = fuse.mounted(path)
     try:
-        server = StreamServer(kernel, root, unix, reader.chunk, tell, read_s)
+        server = StreamServer(kernel, root, unix, partial(reader.chunk, cipher=cipher), tell, read_s)
         asyncio.get_running_loop().add_reader(kernel, server.asked)
         tell(HERE, bytes(32), 0)
         hearing = asyncio.create_task(_hear(server), name="hear the daemon")
@@ -287,8 +296,14 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     os.set_blocking(sys.stdout.fileno(), False)
-    root = msgspec.msgpack.decode(bytes.fromhex(sys.argv[4]), type=Link)
+    no_core_dumps()
+    root, record = msgspec.msgpack.decode(bytes.fromhex(sys.argv[4]), type=Link), b""
+    while len(record) < RECORD.size:
+        record += (read := os.read(sys.stdin.fileno(), RECORD.size - len(record)))
+        if not read:
+            sys.exit("the daemon has gone")
+    cipher = key_of(record)
     try:
-        asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), root, float(sys.argv[5])))
+        asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), root, float(sys.argv[5]), cipher))
     except OSError as error:
         sys.exit(f"a data set cannot be shown while it is fetched: {error}")

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from ckptstore.cipher import KEY_BYTES
 from ckptstore.errors import StoreError
 from mesh.data import fuse
 from mesh.data.fetcher import DataFetcher, Tell
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
-from mesh.data.stream_server import FAILED, HERE, RECORD, WANT
+from mesh.data.stream_server import FAILED, HERE, OPENS, RECORD, WANT
 from mesh.util import capabilities
 from mesh.util.isolated import isolated
 from mesh.util.mounts import mounts
@@ -147,6 +148,8 @@ class Stream:
         self.path.mkdir(parents=True, exist_ok=True)
         root = msgspec.msgpack.encode(self._manifest.root).hex()
         arguments = (str(self.path), str(self._holdings.root), str(self._manifest.created_unix), root, str(READ_S))
+        cipher = await self._fetcher.cipher(self.identity, self._manifest)
+        key = (bytes(KEY_BYTES), 0) if cipher is None else (cipher.key, KEY_BYTES)
         try:
             self._process = process = await asyncio.create_subprocess_exec(
                 *isolated("mesh.data", "stream_server", packages=True),
@@ -155,7 +158,8 @@ class Stream:
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,
             )
-            assert process.stdout is not None
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(RECORD.pack(OPENS, *key))
             async with asyncio.timeout(START_S):
                 await process.stdout.readexactly(RECORD.size)
                 await asyncio.to_thread(os.stat, self.path)  # from now on the kernel answers that by itself

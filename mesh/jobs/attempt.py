@@ -44,7 +44,7 @@ from mesh.consensus.reports import (
     ResultStored,
     RunnerEvent,
 )
-from mesh.data.library import Brought
+from mesh.data.library import BringsKey, Brought
 from mesh.data.manifest import FetchFailed
 from mesh.data.streams import Guest as DataGuest
 from mesh.data.streams import seen_by_engine
@@ -92,7 +92,13 @@ class HaveData(Protocol):
     """Brings data sets to this node (`DataLibrary`)."""
 
     async def bring(
-        self, need: DataNeed, user_key: bytes, guest: DataGuest, tell: Callable[[str], None], may_stream: bool
+        self,
+        need: DataNeed,
+        key: BringsKey,
+        user_key: bytes,
+        guest: DataGuest,
+        tell: Callable[[str], None],
+        may_stream: bool,
     ) -> Brought: ...
 
     async def release(self, brought: Brought) -> None: ...
@@ -421,7 +427,8 @@ class Attempt:
             if self._unwanted:
                 raise Abandoned("it was stopped before it began")
             assert self._data is not None
-            bringing = self._data.bring(need, self.spec.user_key, guest, tell, may_stream)
+            key = partial(self._secrets.data_key, need)
+            bringing = self._data.bring(need, key, self.spec.user_key, guest, tell, may_stream)
             self._brought.append(await self._fetched(bringing, "data"))
             if self.preparing and self._brought[-1].stream is None:
                 self._note(f"data set {need.name} was ready in {time.monotonic() - begun:.1f} s", "prepared")

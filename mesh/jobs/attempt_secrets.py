@@ -7,9 +7,10 @@ from pathlib import Path
 from ckptstore.cipher import StateCipher
 from membership.identity import Identity
 from mesh.checkpoints.secrets import open_secrets
+from mesh.data.keys import open_key
 from mesh.execution.secret_files import VARIABLES, GuestSecrets, SecretFiles, shell_lines
 from mesh.model.secrets import SecretError, is_file
-from mesh.model.spec import JobSpec
+from mesh.model.spec import DataNeed, JobSpec
 from mesh.util.processes import no_core_dumps
 
 
@@ -34,7 +35,7 @@ class AttemptSecrets:
     async def open(self) -> GuestSecrets:
         """Return the guest's secrets, none for a job without. NoKey, SecretError or OSError if they cannot be had here."""
         secrets = self._spec.secrets
-        if secrets is None:
+        if secrets is None or not secrets.uses:
             return GuestSecrets()
         no_core_dumps()
         cipher = await self._cipher()
@@ -53,6 +54,10 @@ class AttemptSecrets:
             return GuestSecrets(variables)
         self._putting = asyncio.ensure_future(asyncio.to_thread(self._files.put, self._name, files))
         return GuestSecrets(variables, str(await asyncio.shield(self._putting)))
+
+    async def data_key(self, need: DataNeed) -> bytes:
+        """Return the key of a data set that the job brings, empty if it brings none. NoKey, or FetchFailed if it is damaged."""
+        return open_key(await self._cipher(), need) if need.key else b""
 
     async def close(self) -> None:
         """Remove all of them here. The memory that they took is free, not overwritten."""

@@ -45,7 +45,8 @@ class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class SealedSecrets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`box` holds the values in the order of `uses`. With `readers`, only these nodes can open it, and run the job."""
+    """`box` holds the values in the order of `uses`; a job that only has keys of data sets (`DataNeed`) has none. With `readers`,
+    only these nodes can open it, and run the job."""
 
     lock: Lock
     box: bytes
@@ -80,7 +81,7 @@ def check_name(name: str) -> None:
 
 def check_uses(uses: Sequence[Use]) -> None:
     """Raise SecretError for a name or a target that cannot be one, or a target that is used twice."""
-    if not 1 <= len(uses) <= MOST_SECRETS:
+    if len(uses) > MOST_SECRETS:
         raise SecretError(f"a job has at most {MOST_SECRETS} secrets")
     for name, target in uses:
         check_name(name)

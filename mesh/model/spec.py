@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from ckptstore.cipher import KEY_BYTES, NONCE_BYTES, TAG_BYTES
 from membership.lengths import MOST_ID, SAID, Id
 from membership.malformed import MALFORMED
 from mesh.model.bounds import MAX_CPUS, MAX_GRACE_S, MAX_LEASE_S, MAX_NODES, MIN_LEASE_S
@@ -122,13 +123,15 @@ class DataNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """A data set that the guest reads.
 
     `name` is `USER/NAME` with the `manifest` of one version, which has `mib` MiB; or the name of a directory that nodes offer,
-    without a manifest. `path` is where a container sees it; empty for the default.
+    without a manifest. `path` is where a container sees it; empty for the default. `key`: of an encrypted one, encrypted with the
+    key of the job's secrets.
     """
 
     name: str
     manifest: bytes = b""
     mib: int = 0
     path: str = ""
+    key: bytes = b""
 
     @property
     def last(self) -> str:
@@ -368,6 +371,7 @@ MAX_MODEL = 100
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_TIME_S = 365 * 86_400.0
 MAX_DATA = 16
+MAX_DATA_KEY = NONCE_BYTES + KEY_BYTES + TAG_BYTES
 DATA_NAME = re.compile(r"(?:[A-Za-z0-9_.@+-]{1,64}/)?[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 DATA_PATH = re.compile(r"/data(?:/[A-Za-z0-9_][A-Za-z0-9._-]{0,63}){1,8}")
 
@@ -456,7 +460,7 @@ def check_spec(spec: JobSpec) -> None:
         _check_checkpointing(spec.checkpointing)
     if spec.saves_from_outside and (spec.image is None or spec.engine not in {None, "docker"}):
         raise SpecError("a system checkpoint is of a container: add --image NAME, or choose another --ckpt-mode")
-    if spec.saves_from_outside and spec.secrets is not None:
+    if spec.saves_from_outside and spec.secrets is not None and spec.secrets.uses:
         raise SpecError(
             "a system checkpoint would save the secrets too: leave out --secret, or choose another --ckpt-mode"
         )
@@ -468,9 +472,13 @@ def check_spec(spec: JobSpec) -> None:
 def _check_data(spec: JobSpec) -> None:
     if len(spec.data) > MAX_DATA:
         raise SpecError(f"a job reads at most {MAX_DATA} data sets")
+    if spec.secrets is not None and not (spec.secrets.uses or any(need.key for need in spec.data)):
+        raise SpecError("the job's secrets are neither used nor keys of its data sets")
     for need in spec.data:
         if not DATA_NAME.fullmatch(need.name) or len(need.manifest) not in {0, 32} or not 0 <= need.mib < 2**31:
             raise SpecError(f"{need.name[:80]!r} does not name a data set: NAME or USER/NAME (`mesh data ls`)")
+        if len(need.key) > MAX_DATA_KEY or (need.key and not (need.manifest and spec.secrets)):
+            raise SpecError("the key of a data set comes with its version, encrypted with the key of the job's secrets")
         if need.path and spec.image is None:
             raise SpecError(
                 f"--data {need.name}:{need.path} places the data in a container: add --image NAME, or leave out :{need.path} and "

@@ -3,11 +3,14 @@
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
-from blake3 import blake3
 
+from ckptstore.cipher import StateCipher
 from ckptstore.messages import ChunkRequest, encode_chunk_request
 from membership.envelope import OVERHEAD
+from membership.identity import Identity
+from mesh.data.keys import KeptKey
 from mesh.data.manifest import decode_manifest
 from mesh.model.spec import parse_job
 from mesh.rpc.client import PeerError
@@ -45,18 +48,24 @@ async def test_private_data_set_is_given_to_readers_and_runners_only(tmp_path: P
         async with AsyncExitStack() as stack:
             actors = {nick: await stack.enter_async_context(Actor(town, nick, addresses)) for nick in (*PEOPLE, "x")}
             assert decode_manifest((await actors["bob"].call("ada1", "GET", path))[OVERHEAD:]).name == "secret"
-            body = encode_chunk_request(ChunkRequest((blake3(b"canary of ada\n").digest(),)))
-            assert b"canary" in await given(actors["ada2"], f"{path}/chunks", body)
+            (file,) = (ada.where.data / "keys").iterdir()
+            kept = msgspec.msgpack.decode(Identity.load(ada.where.key).decrypt(file.read_bytes()), type=KeptKey)
+            cipher = StateCipher(kept.key)
+            body = encode_chunk_request(ChunkRequest((cipher.name(b"canary of ada\n").id,)))
+            got = await given(actors["ada2"], f"{path}/chunks", body)
+            assert cipher.realm in got and b"canary" not in got, "the chunk, encrypted"
+            assert await actors["ada2"].call("ada1", "GET", f"{path}/key") == kept.key
             for nick, actor in actors.items():
                 may = nick in {"ada1", "ada2"}
                 if nick != "ada1":
                     assert await actor.admitted("ada1", "POST", f"{path}/chunks", body) is may, nick
                     with_job = f"{path}/chunks?job={'00' * 16}"
                     assert await actor.admitted("ada1", "POST", with_job, body) is may, nick
+                    assert await actor.admitted("ada1", "GET", f"{path}/key") is may, nick
                 if nick in PEOPLE and nick != "ada1":
                     # Neither the call for checkpoints nor another data set gives out its chunks.
                     for way in ("/v1/chunks/frames", f"/v1/data/{other['id']}/chunks"):
-                        assert b"canary" not in await given(actor, way, body)
+                        assert cipher.realm not in await given(actor, way, body)
             # A node may have another one fetch what that one's user may read.
             assert not await actors["ada1"].admitted("bob", "POST", f"{path}/fetch")
             assert await actors["ada1"].call("bob", "POST", f"/v1/data/{other['id']}/fetch") == b"fetching"
@@ -72,6 +81,7 @@ async def test_private_data_set_is_given_to_readers_and_runners_only(tmp_path: P
             mine_path = f"{path}/chunks?job={parse_job(job).hex()}"
             for nick in ("bob", "carol", "dan", "mal", "eve"):
                 assert await actors[nick].admitted("ada1", "POST", mine_path, body) is (nick == host), nick
+                assert not await actors[nick].admitted("ada1", "GET", f"{path}/key"), "the job has brought it"
             ok(ada, "cancel", job)
             finished(ada, job)
 

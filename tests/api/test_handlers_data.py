@@ -12,10 +12,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link
 from ckptstore.dataset_adder import Adder
 from ckptstore.dataset_store import DataSets
 from ckptstore.messages import ChunkRequest, encode_chunk_request
+from membership.ratelimit import TokenBuckets
 from mesh.api.handlers.data import DataHandlers, DataProvider
 from mesh.data.directory import DataDirectory
 from mesh.data.manifest import SECTION, DataManifest, Held, Reader, encode_announced
@@ -31,20 +33,23 @@ class Giver:
     """A node of ada's that has data sets. `user` and `node`: who asks. A job of ada's and one of eve's runs at the lender's."""
 
     def __init__(self, root: Path) -> None:
+        self.cipher = StateCipher.generate()
         source = root / "source"
         source.mkdir()
         (source / "file").write_bytes(os.urandom(24 << 20))  # more than the buffers of connections take
         self.store = DataSets(root / "store")
         with self.store.working():
-            self.added = Adder(self.store, lambda progress: None, False).add(source)
-        self.chunks = tuple(one for one, _ in self.store.chunks(self.added.root))
+            self.added = Adder(self.store, lambda progress: None, False, self.cipher).add(source)
+        self.chunks = tuple(one for one, _ in self.store.chunks(self.added.root, self.cipher))
         self.user, self.node = EVE, EVE
         self.refused: list[bytes] = []
         self.runs: dict[bytes, Any] = {}
         nothing: Any = None
         self.directory = DataDirectory(nothing, nothing, nothing, self.store.has, nothing, nothing)
         library: Any = SimpleNamespace(
-            directory=self.directory, holdings=SimpleNamespace(is_here=self.store.has, store=self.store)
+            directory=self.directory,
+            holdings=SimpleNamespace(is_here=self.store.has, store=self.store),
+            keys=SimpleNamespace(known={self.cipher.realm: self.cipher}.get),
         )
         jobs: Any = SimpleNamespace(
             replicator=SimpleNamespace(
@@ -76,11 +81,20 @@ class Giver:
 
     async def version(self, number: int, *readers: Reader, removed: bool = False) -> bytes:
         identity, root = bytes([number]) * 32, None if removed else self.added.root
-        manifest = DataManifest(1, "pictures", "ada", ADA, b"", number, 1, root, self.added.chunk_bytes, readers)
+        realm = b"" if removed else self.cipher.realm
+        manifest = DataManifest(
+            1, "pictures", "ada", ADA, b"", number, 1, root, self.added.chunk_bytes, readers, False, realm
+        )
         if root is not None:
-            await asyncio.to_thread(self.store.publish, identity, b"sealed", root)
+            await asyncio.to_thread(self.store.publish, identity, b"sealed", root, self.cipher)
         self.directory.remember(identity, b"sealed", manifest)
         return identity
+
+    async def asked_key(self, identity: bytes, user: bytes) -> tuple[int, bytes]:
+        self.user = self.node = user
+        url = f"{self.url}/v1/data/{identity.hex()}/key"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            return answer.status, await answer.read()
 
     async def asked(self, identity: bytes, user: bytes, node: bytes, job: bytes = b"") -> int:
         self.user, self.node = user, node
@@ -94,12 +108,36 @@ class Giver:
 
 
 @pytest.fixture
-async def giver(tmp_path: Path) -> AsyncIterator[Giver]:
+async def giver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Giver]:
     giver = Giver(tmp_path)
+    monkeypatch.setattr("mesh.api.handlers.data.peer_of", lambda request: giver.node)
     runner = await giver.serve()
     yield giver
     await runner.cleanup()
     giver.store.close()
+
+
+async def test_key_is_for_the_owner_and_for_readers_of_that_and_the_newest_version(giver: Giver) -> None:
+    old = await giver.version(1, EVES)
+    for user in (ADA, EVE):
+        assert await giver.asked_key(old, user) == (200, giver.cipher.key)
+    status, body = await giver.asked_key(old, LENDER)
+    assert status == 403 and giver.cipher.key not in body and giver.refused == [LENDER]
+    giver.runs[b"e" * 16] = SimpleNamespace(user_key=EVE, data=(DataNeed("ada/pictures", old),))
+    assert (await giver.asked_key(old, LENDER))[0] == 403, "a job brings the key to who runs it"
+    new = await giver.version(2, Reader(LENDER, "lender"))
+    for identity, user, expected in ((old, EVE, 403), (new, EVE, 403), (old, LENDER, 403), (new, LENDER, 200)):
+        assert (await giver.asked_key(identity, user))[0] == expected
+    assert (await giver.asked_key(b"?" * 32, ADA))[0] == 404
+    gone = await giver.version(3, removed=True)
+    assert (await giver.asked_key(gone, ADA))[0] == 404 and (await giver.asked_key(new, LENDER))[0] == 403
+
+
+async def test_calls_for_keys_are_bounded_for_each_node(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = await giver.version(1, EVES)
+    monkeypatch.setattr(giver.provider, "_key_calls", TokenBuckets(1e-9, 2.0))
+    assert [(await giver.asked_key(identity, EVE))[0] for _ in range(3)] == [200, 200, 503]
+    assert (await giver.asked_key(identity, ADA))[0] == 200
 
 
 @pytest.mark.parametrize("removed", [False, True])

@@ -27,7 +27,10 @@ async def test_job_is_handed_over_although_the_client_stops_waiting(monkeypatch:
     async def nothing(*asked: Any) -> Any:
         return []
 
-    async def same(specs: Any, order: Any) -> Any:
+    async def no_keys(needs: Any) -> Any:
+        return {}
+
+    async def same(specs: Any, order: Any, keys: Any) -> Any:
         return specs
 
     async def want(job: bytes, place: str) -> None:
@@ -40,7 +43,7 @@ async def test_job_is_handed_over_although_the_client_stops_waiting(monkeypatch:
         8: SimpleNamespace(sealed=same),
         9: SimpleNamespace(want=want),
         12: SimpleNamespace(encrypt=False),
-        13: SimpleNamespace(needs=nothing),
+        13: SimpleNamespace(needs=nothing, keys=no_keys),
     }
     handlers = SubmissionHandlers(*(parts.get(place) for place in range(14)))
     monkeypatch.setattr(handlers, "_spec", lambda *given: make_spec())

@@ -113,7 +113,11 @@ def test_set_that_becomes_private_has_no_chunk_of_the_public_one(store: DataSets
             store.make_tree(OTHER_ID, private.root if cipher is None else public.root, cipher=cipher)
 
 
-@pytest.mark.parametrize(("cipher", "realm"), [(None, CIPHER.realm), (OTHER, CIPHER.realm), (CIPHER, b"")])
+@pytest.mark.parametrize(
+    ("cipher", "realm"),
+    [(None, CIPHER.realm), (OTHER, CIPHER.realm), (CIPHER, b"")],
+    ids=["in the clear", "with another key", "encrypted in a public set"],
+)
 def test_chunk_of_another_key_is_not_received(
     store: DataSets, tmp_path: Path, cipher: StateCipher | None, realm: bytes
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset_adder import Adder
 from ckptstore.dataset_store import DataSets
 from ckptstore.errors import CorruptChunk
@@ -23,14 +24,15 @@ from mesh.data.space import Room
 from mesh.rpc.client import PeerError
 
 FIRST, SECOND = b"1" * 32, b"2" * 32
-JOB = b"j" * 16
+JOB, CIPHER = b"j" * 16, StateCipher(b"the key of a private data set..!")
 FILES, SIZE = 6, 4_500_000  # a chunk each, at least
 
 
 class Fetching:
     """A node that fetches from holders, each with a real store. `fails`: errors that a holder raises, one for each request."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, cipher: StateCipher | None = None) -> None:
+        self.cipher = cipher
         self.holders = {node: DataSets(root / name) for node, name in ((FIRST, "first"), (SECOND, "second"))}
         source = root / "source"
         source.mkdir()
@@ -38,10 +40,12 @@ class Fetching:
             (source / f"{number}").write_bytes(os.urandom(SIZE))
         for store in self.holders.values():
             with store.working():
-                added = Adder(store, lambda progress: None, False).add(source)
+                added = Adder(store, lambda progress: None, False, cipher).add(source)
                 self.root, self.bytes = added.root, added.chunk_bytes
-                store.publish(b"i" * 32, b"sealed", self.root)
+                store.publish(b"i" * 32, b"sealed", self.root, cipher)
         self.manifest = DataManifest(1, "set", "ada", b"a" * 32, b"chain", 1, 1000, self.root, self.bytes)
+        if cipher is not None:
+            self.manifest = msgspec.structs.replace(self.manifest, realm=cipher.realm)
         self.identity = b"i" * 32
         self.listed = [FIRST, SECOND]
         self.fails: dict[bytes, list[Exception]] = {FIRST: [], SECOND: []}
@@ -58,16 +62,20 @@ class Fetching:
             holders=lambda identity: list(self.listed),
         )
         space: Any = SimpleNamespace(room=self._make_room)
-        self.holdings = Holdings(root / "here", None, directory)
+        self.holdings = Holdings(root / "here", None, directory, lambda realm: self.cipher)
         nothing: Any = None
         self.fetcher = DataFetcher(
             self.holdings,
             directory,
             space,
             nothing,
+            self._cipher,
             lambda node, what: self.blamed.append(node),
             lambda identity, sealed, manifest: self.arrived.append(identity),
         )
+
+    async def _cipher(self, identity: bytes, manifest: DataManifest) -> StateCipher | None:
+        return self.cipher
 
     @asynccontextmanager
     async def _make_room(self, more: int, what: str, identity: bytes) -> AsyncIterator[Room]:
@@ -98,8 +106,8 @@ class Fetching:
 
 
 @pytest.fixture
-async def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    fetching = Fetching(tmp_path)
+async def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    fetching = Fetching(tmp_path, getattr(request, "param", CIPHER))
     monkeypatch.setattr(fetcher_module, "pulled", fetching.pulled)
     monkeypatch.setattr(fetcher_module, "RETRY_S", 0.001)
     await fetching.holdings.open()
@@ -110,13 +118,14 @@ async def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         store.close()
 
 
+@pytest.mark.parametrize("fetching", [None, CIPHER], ids=["public", "private"], indirect=True)
 async def test_data_set_comes_from_all_holders(fetching: Fetching) -> None:
     await fetching.fetch()
     assert fetching.arrived == [fetching.identity] and fetching.holdings.store.has(fetching.identity)
     assert {request.source for request in fetching.asked} == {FIRST, SECOND}
     assert fetching.room == [fetching.bytes] and fetching.promised.left == 0
     assert fetching.paths == {f"/v1/data/{fetching.identity.hex()}/chunks?job={JOB.hex()}"}
-    tree = fetching.holdings.store.make_tree(fetching.identity, fetching.root)
+    tree = fetching.holdings.store.make_tree(fetching.identity, fetching.root, cipher=fetching.cipher)
     assert sum(1 for _ in tree.iterdir()) == FILES
 
 
@@ -245,7 +254,7 @@ async def test_awaited_chunk_on_its_way_is_not_requested_twice(fetching: Fetchin
 
 async def test_awaited_chunk_comes_first(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetcher_module, "COMING_S", 60.0)
-    (page,) = {page for page, _ in fetching.holders[FIRST].entries(fetching.root)}
+    (page,) = {page for page, _ in fetching.holders[FIRST].entries(fetching.root, fetching.cipher)}
     last = dict([list(page.chunks)[-1]])
     fetching.hang = asyncio.Event()
     awaited = asyncio.create_task(fetching.fetcher.at_once(fetching.identity, JOB, last))
@@ -265,3 +274,13 @@ async def test_awaited_chunk_that_nobody_has_is_an_error(fetching: Fetching) -> 
     fetching.listed = []
     with pytest.raises(FetchFailed, match="no node that is there has it whole"):
         await fetching.fetcher.at_once(fetching.identity, JOB, {b"?" * 32: 10})
+
+
+async def test_chunk_in_the_clear_is_not_taken_for_a_private_set(fetching: Fetching) -> None:
+    """Its owner names chunks of others, which a holder has in the clear."""
+    with fetching.holders[FIRST].working():
+        clear = Adder(fetching.holders[FIRST]).add(fetching.holders[FIRST].root.parent / "source" / "0")
+    fetching.listed = [FIRST]
+    with pytest.raises(FetchFailed, match="with another key than what it belongs to"):
+        await fetching.fetch(root=clear.root, chunk_bytes=clear.chunk_bytes)
+    assert fetching.blamed and not fetching.arrived and fetching.holdings.store.stored_bytes() == 0

@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from ckptstore import checker, dataset_adder
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link
 from ckptstore.dataset_adder import Adder, Progress
 from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
@@ -22,12 +23,13 @@ from membership.identity import Identity
 from mesh.data import fetcher, space
 from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.library import Brought, Check, DataLibrary, _finished
-from mesh.data.manifest import DataManifest, FetchFailed
+from mesh.data.manifest import DataManifest, FetchFailed, Reader
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
 
 SET, OTHER = b"i" * 32, b"o" * 32
 SIZE = 1 << 20
+CIPHER, SECRET = StateCipher(b"the key of a private data set..!"), os.urandom(64)
 
 
 class Endless:
@@ -75,9 +77,18 @@ async def add(store: DataSets, source: Path) -> DataManifest:
     return manifest
 
 
-async def brought(library: DataLibrary, told: Callable[[str], None] = print, identity: bytes = SET) -> Brought:
+def bringing(key: bytes) -> Callable[[], Awaitable[bytes]]:
+    async def brings() -> bytes:
+        return key
+
+    return brings
+
+
+async def brought(
+    library: DataLibrary, told: Callable[[str], None] = print, identity: bytes = SET, key: bytes = b""
+) -> Brought:
     guest = Guest(b"j" * 16, print)
-    return await library.bring(DataNeed("ada/pictures", identity), b"b" * 32, guest, told, False)
+    return await library.bring(DataNeed("ada/pictures", identity), bringing(key), b"b" * 32, guest, told, False)
 
 
 async def test_order_that_is_cancelled_ends_after_its_thread() -> None:
@@ -105,8 +116,8 @@ async def test_daemon_that_stops_ends_an_add(
 ) -> None:
     work = Endless()
     add = lambda tell: SimpleNamespace(add=lambda path: work.run(lambda: tell(Progress(0, 0, 0))))  # noqa: E731
-    monkeypatch.setattr(dataset_adder, "Adder", lambda store, tell, rehash: add(tell))
-    library.add("pictures", tmp_path, (), False, False)
+    monkeypatch.setattr(dataset_adder, "Adder", lambda store, tell, rehash, cipher: add(tell))
+    library.add("pictures", tmp_path, (), True, False)
     assert await asyncio.to_thread(work.begun.wait, 60)
     await library.close()
     assert work.ended.is_set()
@@ -123,13 +134,13 @@ async def test_data_set_is_pinned_before_it_is_there(
     pinned: list[bool] = []
     publish = library.holdings.store.publish
 
-    def crash(identity: bytes, sealed: bytes, root: Link) -> None:
+    def crash(identity: bytes, sealed: bytes, root: Link, cipher: None) -> None:
         pinned.append(library.holdings.pinned(identity))
-        publish(identity, sealed, root)
+        publish(identity, sealed, root, cipher)
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(library.holdings.store, "publish", crash)
-    work = library.add("pictures", tmp_path / "file", (), False, False)
+    work = library.add("pictures", tmp_path / "file", (), True, False)
     await asyncio.wait([work.task])
     assert work.problem == "the disk is gone" and pinned == [True]
 
@@ -150,7 +161,7 @@ async def test_guest_that_goes_ends_the_unpacking_of_its_files(
 ) -> None:
     await hold(library, tmp_path / "source")
     work = Endless()
-    make: Any = lambda identity, root, report: work.run(lambda: report(1))  # noqa: E731
+    make: Any = lambda identity, root, report, cipher: work.run(lambda: report(1))  # noqa: E731
     monkeypatch.setattr(library.holdings.store, "make_tree", make)
     guest = asyncio.create_task(brought(library))
     assert await asyncio.to_thread(work.begun.wait, 60)
@@ -166,7 +177,7 @@ async def test_data_set_that_is_unpacked_for_long_holds_up_no_other(
     manifest = await hold(library, tmp_path / "source")
     library.holdings.store.quota_bytes = None
     work = Endless()
-    make: Any = lambda identity, root, report: work.run(lambda: report(1))  # noqa: E731
+    make: Any = lambda identity, root, report, cipher: work.run(lambda: report(1))  # noqa: E731
     real = library.holdings.store.make_tree
     monkeypatch.setattr(library.holdings.store, "make_tree", make)
     slow = asyncio.create_task(brought(library))
@@ -197,7 +208,7 @@ async def test_directory_for_a_data_set_is_for_its_readers(library: DataLibrary,
     library.directory.known[OTHER] = msgspec.structs.replace(manifest, name="other", everybody=True)
 
     async def path(need: DataNeed, user: bytes) -> Path:
-        return (await library.bring(need, user, Guest(b"j" * 16, print), print, False)).path
+        return (await library.bring(need, bringing(b""), user, Guest(b"j" * 16, print), print, False)).path
 
     assert await path(DataNeed(name, SET), reader) == tmp_path
     for need, user in ((DataNeed(name, SET), b"e" * 32), (DataNeed(name), reader), (DataNeed(name, OTHER), reader)):
@@ -336,3 +347,131 @@ async def test_withdrawn_reader_gets_no_version_that_is_here(library: DataLibrar
     library.directory.known[OTHER], library.directory._newest[manifest.key] = later, OTHER
     with pytest.raises(FetchFailed, match="is not for this job's user"):
         await brought(library)
+
+
+async def hold_encrypted(library: DataLibrary, source: Path) -> DataManifest:
+    """Have a data set of `SIZE` bytes on the node that only its user may read; a job of user b's has the key."""
+    source.mkdir()
+    (source / "file").write_bytes(SECRET * (SIZE // len(SECRET)))
+    store = library.holdings.store
+    added = await asyncio.to_thread(lambda: Adder(store, cipher=CIPHER).add(source))
+    readers = (Reader(b"b" * 32, "bob"),)
+    manifest = DataManifest(
+        1, "pictures", "ada", b"a" * 32, b"", 1, 1, added.root, added.chunk_bytes, readers, False, CIPHER.realm
+    )
+    await asyncio.to_thread(store.publish, SET, b"sealed", added.root, CIPHER)
+    library.directory.remember(SET, b"sealed", manifest)
+    library.holdings.held.add(SET)
+    return manifest
+
+
+def readable(library: DataLibrary) -> list[Path]:
+    """Return the files of the node that have the secret."""
+    return [path for path in library.holdings.root.rglob("*") if path.is_file() and SECRET in path.read_bytes()]
+
+
+async def test_files_of_an_encrypted_set_go_with_its_last_guest(library: DataLibrary, tmp_path: Path) -> None:
+    await hold_encrypted(library, tmp_path / "source")
+    one = await brought(library, key=CIPHER.key)
+    two = await brought(library, key=b"its witnesses are not asked, since the key is here")
+    assert readable(library) == [one.path / "file"]
+    await library.release(one)
+    assert readable(library) == [two.path / "file"] and library.keys.known(CIPHER.realm) is not None
+    await library.release(two)
+    assert not readable(library) and library.holdings.is_whole(SET) and library.keys.known(CIPHER.realm) is None
+
+
+async def test_files_of_an_encrypted_set_go_if_its_guest_does_not_come_to_start(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start is given up in the moment in which all files are there."""
+    await hold_encrypted(library, tmp_path / "source")
+    made, go_on, real = threading.Event(), threading.Event(), library.holdings.store.make_tree
+
+    def make(*order: Any) -> None:
+        real(*order)
+        made.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(library.holdings.store, "make_tree", make)
+    guest = asyncio.create_task(brought(library, key=CIPHER.key))
+    assert await asyncio.to_thread(made.wait, 60) and readable(library)
+    guest.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await guest
+    assert not readable(library) and library.keys.known(CIPHER.realm) is None and not library.holdings.used[SET]
+
+
+async def test_files_of_an_encrypted_set_that_a_crash_left_go_at_the_next_start(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = await hold_encrypted(library, tmp_path / "source")
+    await brought(library, key=CIPHER.key)
+    library.holdings.store.tree(OTHER).mkdir()
+    (library.holdings.store.tree(OTHER) / "of a set that is not here").write_bytes(SECRET)
+    assert len(readable(library)) == 2
+    monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: manifest)
+    await asyncio.to_thread(library.holdings._reopen)
+    assert not readable(library) and library.holdings.is_whole(SET)
+
+
+async def test_files_of_a_set_for_everybody_stay(library: DataLibrary, tmp_path: Path, monkeypatch: Any) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    guest = await brought(library)
+    await library.release(guest)
+    monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: manifest)
+    await asyncio.to_thread(library.holdings._reopen)
+    assert (guest.path / "file").exists()
+
+
+@pytest.mark.parametrize("key", [b"", b"another key of 32 bytes........!"])
+async def test_job_without_the_key_gets_no_files(library: DataLibrary, tmp_path: Path, key: bytes) -> None:
+    await hold_encrypted(library, tmp_path / "source")
+    own = SimpleNamespace(user_key=b"l" * 32, user="lender")
+    library.keys._membership = SimpleNamespace(credentials=own)  # type: ignore[assignment]
+    with pytest.raises(FetchFailed, match=r"a job has to bring its key|it is not the key of ada/pictures"):
+        await brought(library, key=key)
+    assert not readable(library) and not library.holdings.used[SET] and library.holdings.is_whole(SET)
+
+
+async def test_damage_of_an_encrypted_set_is_found_without_its_key(library: DataLibrary, tmp_path: Path) -> None:
+    manifest = await hold_encrypted(library, tmp_path / "source")
+    pack = max(library.holdings.store.packs.iterdir(), key=lambda path: path.stat().st_size)
+    with pack.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    work = library.verify(SET, manifest)
+    await asyncio.wait([work.task])
+    assert library.keys.known(CIPHER.realm) is None and work.result["damaged"] == 1
+    assert "cannot be read here" in work.problem and library.holdings.is_here(SET)
+
+
+async def test_data_set_is_encrypted_unless_it_is_for_everybody(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(SECRET * 100)
+    own = SimpleNamespace(user_key=b"a" * 32)
+    library.keys._membership = SimpleNamespace(credentials=own)  # type: ignore[assignment]
+    library.keys._trust = SimpleNamespace(seen=dict, revoked=set())  # type: ignore[assignment]
+    signed: list[DataManifest] = []
+
+    def sign(
+        name: str, root: Link, readers: tuple[Reader, ...], everybody: bool, chunk_bytes: int, cipher: StateCipher
+    ) -> bytes:
+        number, realm = len(signed), b"" if cipher is None else cipher.realm
+        signed.append(
+            DataManifest(1, name, "ada", b"a" * 32, b"", number, 1, root, chunk_bytes, readers, everybody, realm)
+        )
+        return bytes([number])
+
+    monkeypatch.setattr(library, "_sign", sign)
+    monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: signed[sealed[0]])
+    for everybody in (False, True):
+        work = library.add("pictures", tmp_path / "file", (), everybody, False)
+        await asyncio.wait([work.task])
+        assert not work.problem
+        assert bool(signed[-1].realm) is not everybody and bool(readable(library)) is everybody

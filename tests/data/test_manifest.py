@@ -4,7 +4,10 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset import MAX_BYTES, MAX_ENTRIES, Link
 from membership.records import MAX_BODY_BYTES
 from membership.trust import USER, Credentials, User
@@ -23,10 +26,14 @@ from mesh.data.manifest import (
     decode_manifest,
     encode_announced,
     encode_manifest,
+    statement,
 )
 
 ADA, EVE, NODE = b"a" * 32, b"e" * 32, b"n" * 32
 GOOD = DataManifest(1, "pictures", "ada", ADA, b"chain", 5, 1000, Link(b"r" * 32, 100, 5, 1), 105)
+CIPHER = StateCipher(b"the key of a private data set..!")
+PROOF = CIPHER.prove(statement(GOOD.key))
+PRIVATE = msgspec.structs.replace(GOOD, realm=CIPHER.realm, proof=PROOF)
 SIGNER = Credentials(NODE, "node1", "ada", ADA, 0, (USER,), False, b"", 500, 2000)
 
 
@@ -37,7 +44,25 @@ def test_empty_files_take_space() -> None:
 
 
 def test_manifest_survives_its_encoding() -> None:
-    assert decode_manifest(encode_manifest(GOOD)) == GOOD
+    for manifest in (GOOD, PRIVATE):
+        assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+@given(st.sampled_from([CIPHER.realm, b""]) | st.binary(max_size=40), st.just(PROOF) | st.binary(max_size=70))
+def test_realm_of_any_bytes_is_that_of_its_author_or_is_refused(realm: bytes, proof: bytes) -> None:
+    data = msgspec.msgpack.encode(msgspec.structs.replace(GOOD, realm=realm, proof=proof))
+    if len(proof) <= len(PROOF) and (not realm or (realm, proof) == (CIPHER.realm, PROOF)):
+        assert decode_manifest(data).realm == realm
+    else:
+        with pytest.raises(DataError):
+            decode_manifest(data)
+
+
+@pytest.mark.parametrize("changes", [{"user_key": EVE, "user": "eve"}, {"name": "other"}, {"proof": b""}])
+def test_key_of_another_data_set_is_not_named(changes: dict[str, object]) -> None:
+    """Who has the key gives it to the readers whom a manifest names. All members know the realms of others."""
+    with pytest.raises(DataError, match="names a key that its author does not have"):
+        decode_manifest(msgspec.msgpack.encode(msgspec.structs.replace(PRIVATE, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +86,10 @@ def test_manifest_survives_its_encoding() -> None:
         {"readers": tuple(Reader(ADA, "x") for _ in range(MAX_READERS + 1))},
         {"readers": (Reader(ADA, "x" * 65),)},
         {"number": -1},
+        {"realm": b"r" * 31},
+        {"realm": b"r" * 33},
+        {"realm": CIPHER.realm, "proof": PROOF, "everybody": True},
+        {"realm": CIPHER.realm, "proof": PROOF, "root": None},
     ],
 )
 def test_hostile_manifest_is_refused(changes: dict[str, object]) -> None:

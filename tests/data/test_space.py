@@ -45,7 +45,7 @@ class Here:
             holders=lambda identity: [OTHER] if identity in self.answers else [],
         )
         peers: Any = SimpleNamespace(call=self._call)
-        self.holdings, self._root = Holdings(root / "data", QUOTA, directory), root
+        self.holdings, self._root = Holdings(root / "data", QUOTA, directory, lambda realm: None), root
         self.holdings.used[NEW] = 1
         self.space = Space(ME, self.holdings, directory, peers, KEEP_S, self._changed)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckptstore.cipher import StateCipher
 from mesh.data import fetcher as fetcher_module
 from mesh.data import fuse, streams
 from mesh.data.library import DataLibrary
@@ -18,7 +19,7 @@ from mesh.data.manifest import FetchFailed
 from mesh.data.streams import PLACE, Guest, Stream, Streams, problem, sweep
 from mesh.model.spec import DataNeed
 from mesh.rpc.client import PeerError
-from tests.data.test_fetcher import FILES, FIRST, JOB, SIZE, Fetching
+from tests.data.test_fetcher import CIPHER, FILES, FIRST, JOB, SIZE, Fetching
 from tests.data.test_stream_server import content
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason="needs /dev/fuse and the right to mount")
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.skipif(bool(problem()), reason="needs /dev/fuse and the
 class Streaming(Fetching):
     """A node that streams. Requests for chunks in `held_back` fail, one after the other, as long as they are in there."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path, cipher: StateCipher | None) -> None:
+        super().__init__(root, cipher)
         self.streams = Streams(self.holdings, self.fetcher)
         self.source = root / "source"
         self.held_back: set[bytes] = set()
@@ -42,7 +43,7 @@ class Streaming(Fetching):
     def hold_back_all_but(self, *names: str) -> None:
         """Hold back every chunk of the files but these."""
         store = self.holders[FIRST]
-        for page, entry in store.entries(self.root):
+        for page, entry in store.entries(self.root, self.cipher):
             chunks = {page.chunk(ref.number) for ref in entry.refs}
             self.held_back |= chunks if entry.name.decode() not in names else set()
 
@@ -56,8 +57,8 @@ class Streaming(Fetching):
 
 
 @pytest.fixture
-async def streaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    streaming = Streaming(tmp_path)
+async def streaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    streaming = Streaming(tmp_path, getattr(request, "param", CIPHER))
     monkeypatch.setattr(fetcher_module, "pulled", streaming.pulled)
     monkeypatch.setattr(fetcher_module, "RETRY_S", 0.001)
     monkeypatch.setattr(streams, "AGAIN_S", 0.01)
@@ -83,9 +84,13 @@ def server_of(stream: Stream) -> int:
     return stream._process.pid
 
 
+@pytest.mark.parametrize("streaming", [None, CIPHER], ids=["public", "private"], indirect=True)
 async def test_file_is_read_before_the_others_have_come(streaming: Streaming) -> None:
     streaming.hold_back_all_but("4")
     stream = await streaming.join()
+    for part in ("cmdline", "environ"):
+        shown = Path(f"/proc/{server_of(stream)}/{part}").read_bytes()
+        assert shown and CIPHER.key not in shown and CIPHER.key.hex().encode() not in shown
     assert sorted(path.name for path in stream.path.iterdir()) == [str(number) for number in range(FILES)]
     assert await content(stream.path / "4") == (streaming.source / "4").read_bytes()
     assert not streaming.arrived
@@ -204,8 +209,11 @@ async def test_set_is_mounted_for_its_readers_alone_and_is_in_use_meanwhile(
     library.directory.known[streaming.identity] = streaming.manifest
     need = DataNeed("ada/set", streaming.identity)
 
+    async def no_key() -> bytes:
+        return b""
+
     def bring(user_key: bytes) -> Awaitable[Any]:
-        return library.bring(need, user_key, streaming.guest, lambda words: None, True)
+        return library.bring(need, no_key, user_key, streaming.guest, lambda words: None, True)
 
     with pytest.raises(FetchFailed, match="is not for this job's user"):
         await bring(b"b" * 32)

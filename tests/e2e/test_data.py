@@ -1,5 +1,6 @@
 """Data sets on real daemons: added, fetched from several holders, read by jobs, refused to others, and evicted."""
 
+import hashlib
 import os
 import random
 import signal
@@ -11,13 +12,20 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptstore.dataset_adder import SETTLED_NS
+from membership.identity import Identity
+from mesh.daemon.layout import save_membership
 from mesh.daemon.stack import Stack, StackNode
+from mesh.data.keys import KeptKey
+from mesh.util.redaction import spellings
+from tests.chains import admitted
 from tests.container_images import layered_image
 from tests.dockerd import client_of, dockerd
 from tests.e2e.commands import finished, mesh, ok, read, send, start, until
+from tests.e2e.test_secrets import arguments_of_all, found_in
 
 pytestmark = pytest.mark.e2e
 
@@ -105,6 +113,76 @@ def damage(node: StackNode) -> None:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
+
+
+PROOF = 'cd "$MESH_DATA_PATIENTS"; cat * | sha256sum; until [ -e "$UNTIL" ]; do sleep 0.1; done'
+
+
+def test_canary_of_a_private_set_is_on_no_disk_after_the_job(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
+    """The owner, a reader and a lender, each another user. The key comes with the job, and no node keeps it for that."""
+    overrides = {"slots": 1, "process_engine_for": "all", "encrypt": False, "process_sees": [str(tmp_path)]}
+    stack, now = Stack(3, overrides=overrides), time.time()
+    make_stack.stacks.append(stack)  # type: ignore[attr-defined]
+    stack.found()
+    owner, reader, lender = stack.nodes
+    founder, genesis = Identity.load(owner.where.key), owner.where.genesis.read_bytes()
+    for node, user in ((reader, "bob"), (lender, "lend")):
+        identity, chain = Identity.load(node.where.key), owner.where.chain.read_bytes()
+        save_membership(node.where, genesis, admitted(founder, genesis, chain, identity.node_id, user, user, now), ())
+    stack.start_all()
+    name, source, end = f"{read(owner, 'status')['user']}/patients", tmp_path / "patients", tmp_path / "end"
+    source.mkdir()
+    content, canary = os.urandom(600_000), f"canary-{os.urandom(12).hex()}"
+    (source / canary).write_bytes(canary.encode() * 100)
+    (source / "large").write_bytes(canary.encode() + content)
+    wanted = [*spellings(canary.encode()), content[:40], content[-40:]]
+    read(owner, "data", "add", "patients", str(source), "--reader", "bob")
+    (sealed,) = (owner.where.data / "keys").iterdir()
+    kept = msgspec.msgpack.decode(founder.decrypt(sealed.read_bytes()), type=KeptKey)
+    wanted += [*spellings(kept.key), kept.key]
+    for node in (owner, reader):
+        ok(node, "pause")
+    until(lambda: row(reader, name) and row(lender, name), "it to be known")
+    until(lambda: sum(r["paused"] for r in read(reader, "nodes")["nodes"]) == 2, "the pauses")
+
+    options = ("--no-workdir", "--env", f"UNTIL={end}", "--data", name)
+    job = ok(reader, "submit", *options, "--", "sh", "-c", PROOF).strip()
+    files = b"".join(path.read_bytes() for path in sorted(source.iterdir()))
+    proof = hashlib.sha256(files).hexdigest()
+    until(lambda: proof in ok(reader, "logs", job), "the job to have read it")
+    trees = lender.where.data / "trees"
+    shown = found_in(lender.where.root, wanted)
+    assert shown and all(trees in Path(path).parents for path in shown)
+    realms = [{path.name for path in (node.where.data / "keys").glob("*")} for node in stack.nodes]
+    assert len(realms[0]) == 1 and realms[1] == realms[0] and realms[2] == set(), "the lender has the key in memory"
+    assert not [one for one in wanted if one in arguments_of_all()]
+    end.touch()
+    assert finished(reader, job)["outcome"]["kind"] == "done"
+    until(lambda: not list(trees.iterdir()), "the files to be removed")
+    assert not found_in(reader.where.root, wanted) and not found_in(lender.where.root, wanted)
+    assert {Path(path).name.removesuffix("-wal") for path in found_in(owner.where.root, wanted)} <= {"sources.sqlite"}
+
+    # The lender keeps, verifies and gives what it cannot read.
+    until(lambda: row(reader, name)["nodes"] == ["lend", "node1"], "the lender to be a holder")
+    held = read(lender, "data", "show", name)
+    assert held["here"] and held["encrypted"] and held["entries"] is None
+    assert "all are good" in ok(lender, "data", "verify", name)
+    refused = mesh(lender, "data", "show", name, canary)
+    assert refused.returncode == 5 and "a job has to bring its key" in refused.stderr
+    assert canary in [entry["name"] for entry in read(owner, "data", "show", "patients")["entries"]]
+
+    # A reader who was left out can open no later version.
+    read(owner, "data", "add", "patients", str(source))
+    first = held["id"]
+    until(lambda: row(reader, name)["id"] != first and row(lender, name)["id"] != first, "the new version to be known")
+    later = {path.name for path in (owner.where.data / "keys").iterdir()} - realms[0]
+    assert len(later) == 1 and {path.name for path in (reader.where.data / "keys").iterdir()} == realms[0]
+    for command in (("submit", *options, "--", "true"), ("data", "pin", name)):
+        assert mesh(reader, *command).returncode == 5
+    job = ok(owner, "submit", *options, "--", "sh", "-c", PROOF).strip()
+    assert finished(owner, job)["attempts"][-1]["node"] == "lend" and proof in ok(owner, "logs", job)
+    until(lambda: not list(trees.iterdir()), "the files to be removed")
+    assert not found_in(lender.where.root, wanted)
 
 
 def test_full_quota_evicts_what_another_node_keeps_and_never_the_last_copy(

@@ -196,6 +196,7 @@ def test_damaged_spec_raises_or_decodes_to_a_valid_spec(data: st.DataObject) -> 
         ({"home": HomePolicy("node")}, "found by a rule"),
         ({"home": HomePolicy(settle_s=0.0)}, "free for 1 to 3600"),
         ({"data": (DataNeed("a", path="/data/../etc"),), "image": "x"}, "plain path below /data"),
+        ({"data": (DataNeed("ada/a", b"d" * 32, key=b"k" * 60),)}, "encrypted with the key of the job's secrets"),
         ({"data": (DataNeed("a", path="/etc/x"),), "image": "x"}, "plain path below /data"),
     ],
 )

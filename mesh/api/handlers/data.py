@@ -8,16 +8,18 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Entry
 from ckptstore.errors import NotFound, StoreError
 from ckptstore.messages import MAX_IDS_BYTES, decode_chunk_request
 from membership.identity import NodeId
 from membership.node import MembershipNode
+from membership.ratelimit import TokenBuckets
 from membership.trust import USER, Credentials, TrustStore
 from mesh.api import schemas
 from mesh.api.handlers.lookup import nick_in, nicks_of
@@ -29,7 +31,7 @@ from mesh.jobs.authority import may_order_image, may_read_data
 from mesh.jobs.service import JobService
 from mesh.model.spec import JOB_ID_BYTES, DataNeed, JobSpec
 from mesh.rpc.pacing import Wire
-from mesh.rpc.server import Bound, id_in
+from mesh.rpc.server import Bound, id_in, peer_of
 from mesh.rpc.streams import given
 from mesh.util.errors import ExitCode, MeshError
 
@@ -38,6 +40,7 @@ RUNS_S, MOST_RUNS = (
     30.0,
     1024,
 )  # for which a witness group's word about a runner counts, and words remembered (own choice)
+KEY_CALLS_PER_S = 4.0  # of one node, 32 at once: it keeps what it gets (own choice)
 MIB = 1 << 20
 
 
@@ -74,6 +77,19 @@ class DataHandlers:
                 )
         return tuple(found)
 
+    async def keys(self, needs: Sequence[DataNeed]) -> dict[bytes, StateCipher]:
+        """Return the keys of those that are encrypted, by their versions. MeshError if one cannot be had."""
+        found = {}
+        for need in needs:
+            manifest = self._library.directory.known[need.manifest] if need.manifest else None
+            try:
+                cipher = None if manifest is None else await self._library.keys.cipher(need.manifest, manifest)
+            except FetchFailed as error:
+                raise MeshError(str(error)) from error
+            if cipher is not None:
+                found[need.manifest] = cipher
+        return found
+
     # --- what there is
 
     def all(self) -> schemas.data.DataSets:
@@ -108,6 +124,7 @@ class DataHandlers:
             "created_unix": manifest.created_unix,
             "readers": [reader.name for reader in manifest.readers],
             "everybody": manifest.everybody,
+            "encrypted": bool(manifest.realm),
             "mine": manifest.user_key == own.user_key,
             "readable": manifest.may_read(own.user_key),
             "here": here,
@@ -123,7 +140,11 @@ class DataHandlers:
         if self._library.holdings.is_here(identity):
             path = [part for part in os.fsencode(asked.path).split(b"/") if part]
             try:
-                entries = await asyncio.to_thread(self._entries, manifest, path)
+                cipher = await self._library.keys.cipher(identity, manifest)
+                entries = await asyncio.to_thread(self._entries, manifest, path, cipher)
+            except FetchFailed as error:
+                if path:
+                    raise MeshError(str(error), ExitCode.REFUSED) from error
             except NotFound as error:
                 raise MeshError(str(error), ExitCode.NOT_FOUND) from error
             except StoreError as error:
@@ -140,15 +161,17 @@ class DataHandlers:
             more=more,
         )
 
-    def _entries(self, manifest: DataManifest, path: list[bytes]) -> list[schemas.data.DataFile]:
+    def _entries(
+        self, manifest: DataManifest, path: list[bytes], cipher: StateCipher | None
+    ) -> list[schemas.data.DataFile]:
         store, link = self._library.holdings.store, manifest.root
         assert link is not None
         if path:
-            entry = store.find(link, path)
+            entry = store.find(link, path, cipher)
             if not stat.S_ISDIR(entry.mode):
                 return [_file(entry)]
             link = entry.lists[0]
-        return [_file(entry) for _, entry in islice(store.entries(link), MOST_SHOWN + 1)]
+        return [_file(entry) for _, entry in islice(store.entries(link, cipher), MOST_SHOWN + 1)]
 
     async def _find(self, name: str) -> tuple[bytes, DataManifest]:
         found = await self._library.directory.resolve(name)
@@ -284,12 +307,14 @@ class DataProvider:
         self._trust, self._membership, self._library, self._jobs = trust, membership, library, jobs
         self._wire, self._accepts = wire, accepts
         self._runs = OrderedDict[tuple[bytes, NodeId], tuple[JobSpec, float]]()
+        self._key_calls = TokenBuckets(KEY_CALLS_PER_S)
 
     def routes(self, admit: Admit) -> list[tuple[str, str, Handler, Bound | None]]:
         self._admit = admit
         return [
             ("GET", "/v1/data/{id}", self._manifest, Bound(answer=MAX_SEALED)),
             ("GET", "/v1/data/{id}/held", self._held, Bound()),
+            ("GET", "/v1/data/{id}/key", self._key, Bound()),
             ("POST", "/v1/data/{id}/fetch", self._fetch, Bound()),
             ("POST", "/v1/data/{id}/chunks", self._chunks, Bound(MAX_IDS_BYTES)),
         ]
@@ -304,6 +329,28 @@ class DataProvider:
     async def _held(self, request: web.Request) -> web.Response:
         await self._admit(request)
         return web.Response(body=self._library.space.held_answer(id_in(request, "id", 32)))
+
+    async def _key(self, request: web.Request) -> web.Response:
+        """Give the key of a version to a node whose user may read it. A job brings the key itself."""
+        if not self._key_calls.allow(peer_of(request), time.monotonic()):
+            raise web.HTTPServiceUnavailable(text="this node makes too many calls for keys of data sets")
+        credentials, _ = await self._admit(request)
+        identity = id_in(request, "id", 32)
+        manifest = self._library.directory.known.get(identity)
+        if manifest is None:
+            raise web.HTTPNotFound(text="this node does not know the data set")
+        if not may_read_data(credentials, self._library.directory.with_newest(identity), identity):
+            self._refuse(credentials, "the key", manifest)
+        cipher = self._library.keys.known(manifest.realm)
+        if cipher is None:
+            raise web.HTTPNotFound(text="this node does not have the key of the data set")
+        return web.Response(body=cipher.key)
+
+    def _refuse(self, caller: Credentials, what: str, manifest: DataManifest) -> NoReturn:
+        self._jobs.replicator.refusals.count(
+            "foreign", caller.node_id, f"it asked for {what} of data set {manifest.full_name}"
+        )
+        raise web.HTTPForbidden(text=f"data set {manifest.full_name} is not for {caller.user}")
 
     async def _fetch(self, request: web.Request) -> web.Response:
         """Start to fetch a data set for another node, whose job may come here; as far as this node's user may read it."""
@@ -328,10 +375,7 @@ class DataProvider:
         if manifest is None or not self._library.holdings.is_here(identity):
             raise web.HTTPNotFound(text="this node does not have the data set")
         if not await self._may_read(credentials, identity, request.query.get("job", "")):
-            self._jobs.replicator.refusals.count(
-                "foreign", credentials.node_id, f"it asked for chunks of data set {manifest.full_name}"
-            )
-            raise web.HTTPForbidden(text=f"data set {manifest.full_name} is not for {credentials.user}")
+            self._refuse(credentials, "chunks", manifest)
         try:
             order = decode_chunk_request(body)
         except ValueError as error:

@@ -163,7 +163,7 @@ class JobHandlers:
         }
         if spec.image_id is not None:
             asked["image_id"] = f"sha256:{spec.image_id.hex()}"
-        if spec.secrets is not None:
+        if spec.secrets is not None and spec.secrets.uses:
             asked["secrets"] = [name if name == target else f"{name} as {target}" for name, target in spec.secrets.uses]
             asked["secret_nodes"] = [nick_in(nicks, node) for node in spec.secrets.nodes]
         if spec.environment is not None:

@@ -205,7 +205,7 @@ class SubmissionHandlers:
         needs, command = await self._data.needs(order.data), await asyncio.to_thread(_command, order)
         drawn = [(self._spec(order, command, chosen, alive), place) for place in _places(order)]
         specs = [msgspec.structs.replace(spec, array=place, data=needs) for spec, place in drawn]
-        specs = await self._secrets.sealed(specs, order)
+        specs = await self._secrets.sealed(specs, order, await self._data.keys(needs))
         for spec in specs:
             check_spec(spec)
         if order.out is not None:

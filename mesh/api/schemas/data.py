@@ -7,8 +7,8 @@ class DataSet(msgspec.Struct, frozen=True, kw_only=True):
     """The newest known version of a data set.
 
     `name`: `USER/NAME`; `readers`: users besides the owner; `mine`: it is of this node's user; `readable`: its jobs may read it.
-    `here`: this node has it whole; `path`: the directory that the owner of this node offers for it; `fetching`: progress.
-    `nodes`: those that say they have it whole.
+    `encrypted`: on the disks of the nodes that have it. `here`: this node has it whole; `path`: the directory that the owner of
+    this node offers for it; `fetching`: progress. `nodes`: those that say they have it whole.
     """
 
     name: str
@@ -18,6 +18,7 @@ class DataSet(msgspec.Struct, frozen=True, kw_only=True):
     created_unix: int
     readers: list[str]
     everybody: bool
+    encrypted: bool
     mine: bool
     readable: bool
     here: bool
@@ -47,7 +48,9 @@ class DataFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShownData(DataSet, frozen=True, kw_only=True):
-    """`entries`: of the directory that was asked for, at most a thousand (`more`: it has more); None if it is not here."""
+    """`entries`: of the directory that was asked for, at most a thousand (`more`: it has more); None if it is not here,
+    or this node does not have its key.
+    """
 
     entries: list[DataFile] | None
     more: bool

@@ -1,0 +1,186 @@
+"""Keys of data sets: who gets which, when another is drawn, and what is on the disk."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.cipher import StateCipher
+from membership.identity import Identity, encrypt_to
+from mesh.data import keys as module
+from mesh.data.keys import DataKeys, open_key, seal_key
+from mesh.data.manifest import DataManifest, FetchFailed, Reader
+from mesh.model.spec import DataNeed
+from mesh.rpc.client import PeerError
+
+ADA, BOB, EVE = b"a" * 32, b"b" * 32, b"e" * 32
+SET = b"i" * 32
+JOB = StateCipher(b"the key of the secrets of a job.")
+
+
+class World:
+    """A node of ada's, what it knows of members and revocations, and what other nodes answer when it asks for keys."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.identity = root / "keys", Identity.generate()
+        self.revoked: set[bytes] = set()
+        self.seen = {
+            node: SimpleNamespace(user_key=user, through=through)
+            for node, user, through in (
+                (b"A" * 32, ADA, ()),
+                (b"B" * 32, BOB, ()),
+                (b"C" * 32, BOB, (b"B" * 32,)),
+                (b"E" * 32, EVE, ()),
+            )
+        }
+        self.answers: dict[bytes, bytes | None] = {}
+        self.asked: list[bytes] = []
+        self.readable = True
+
+    @property
+    def keys(self) -> DataKeys:
+        """Return the keys as a daemon that starts now has them."""
+        trust: Any = SimpleNamespace(revoked=self.revoked, seen=lambda: self.seen)
+        own = SimpleNamespace(node_id=b"A" * 32, user_key=ADA, user="ada")
+        names = {b"A" * 32: "ada", b"B" * 32: "bob", b"C" * 32: "bob", b"E" * 32: "eve", b"F" * 32: "ada"}
+        members = [SimpleNamespace(node_id=node, user=user, present=True) for node, user in names.items()]
+        membership: Any = SimpleNamespace(credentials=own, members=lambda: members)
+        peers: Any = SimpleNamespace(call=self._call)
+        directory: Any = SimpleNamespace(may_read=lambda identity, user: self.readable)
+        keys = DataKeys(self.root, self.identity, trust, membership, peers, directory)
+        keys.open()
+        return keys
+
+    async def _call(self, node: bytes, method: str, path: str, timeout_s: float, answer_bytes: int) -> bytes:
+        assert (method, path, answer_bytes) == ("GET", f"/v1/data/{SET.hex()}/key", 32)
+        self.asked.append(node)
+        if (key := self.answers.get(node)) is None:
+            raise PeerError("this node does not have the key of the data set")
+        return key
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def version(cipher: StateCipher | None) -> DataManifest:
+    realm = b"" if cipher is None else cipher.realm
+    return DataManifest(1, "pictures", "ada", ADA, b"", 1, 1, readers=(Reader(BOB, "bob"),), realm=realm)
+
+
+def test_versions_have_one_key_until_somebody_is_to_read_no_more(world: World) -> None:
+    first = world.keys.for_version("pictures", [])
+    assert world.keys.for_version("pictures", []).key == first.key, "after a restart, too, or an add could not go on"
+    assert world.keys.for_version("others", []).key != first.key
+    shared = world.keys.for_version("pictures", [BOB])
+    assert shared.key == first.key, "a new reader costs nothing"
+    both = world.keys.for_version("pictures", [EVE, BOB])
+    assert both.key == first.key
+    without = world.keys.for_version("pictures", [EVE])
+    assert without.key != first.key, "bob could have the key"
+    assert world.keys.for_version("pictures", [EVE, BOB]).key == without.key
+    assert world.keys.for_version("pictures", []).key not in {first.key, without.key}
+    for cipher in (first, without):
+        known = world.keys.known(cipher.realm)
+        assert known is not None and known.key == cipher.key, "older versions stay readable"
+
+
+def test_another_key_is_drawn_after_a_revocation_that_concerns_a_reader(world: World) -> None:
+    keys = world.keys
+    first = keys.for_version("pictures", [BOB])
+    world.revoked.add(b"E" * 32)
+    assert keys.for_version("pictures", [BOB]).key == first.key, "eve's node never had it"
+    world.revoked.add(b"B" * 32)
+    second = keys.for_version("pictures", [BOB])
+    assert second.key != first.key and keys.for_version("pictures", [BOB]).key == second.key
+    world.revoked.add(b"?" * 32)
+    third = keys.for_version("pictures", [BOB])
+    assert third.key != second.key, "nobody knows whose node that was"
+    world.revoked.add(b"A" * 32)
+    assert keys.for_version("pictures", [BOB]).key != third.key, "another node of the owner's"
+
+
+def test_files_of_keys_open_with_the_key_of_the_node_alone(world: World) -> None:
+    cipher = world.keys.for_version("pictures", [BOB])
+    (path,) = world.root.iterdir()
+    assert cipher.key not in path.read_bytes() and b"pictures" not in path.read_bytes() and BOB not in path.read_bytes()
+    assert world.root.stat().st_mode & 0o077 == 0
+    world.identity = Identity.generate()
+    assert world.keys.known(cipher.realm) is None
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_damaged_file_of_a_key_is_no_key(tmp_path_factory: pytest.TempPathFactory, data: bytes, sealed: bool) -> None:
+    world = World(tmp_path_factory.mktemp("node"))
+    world.root.mkdir()
+    name = world.root / os.urandom(32).hex()
+    name.write_bytes(encrypt_to(world.identity.node_id, data) if sealed else data)
+    assert world.keys.known(bytes.fromhex(name.name)) is None
+
+
+def test_file_of_another_key_is_not_taken_for_it(world: World) -> None:
+    cipher = world.keys.for_version("pictures", [])
+    (path,) = world.root.iterdir()
+    path.rename(path.with_name("ab" * 32))
+    assert world.keys.known(cipher.realm) is None and world.keys.known(b"\xab" * 32) is None
+
+
+async def test_reader_asks_the_owner_and_other_readers_and_keeps_what_it_gets(world: World) -> None:
+    cipher = StateCipher.generate()
+    world.answers = {b"F" * 32: b"w" * 32, b"B" * 32: cipher.key, b"E" * 32: cipher.key}
+    found = await world.keys.cipher(SET, version(cipher))
+    assert found is not None and found.key == cipher.key
+    assert world.asked == [b"F" * 32, b"B" * 32], "the owner's, whose answer is another key; then a reader's"
+    world.asked.clear()
+    again = await world.keys.cipher(SET, version(cipher))
+    assert again is not None and again.key == cipher.key and world.asked == []
+    assert await world.keys.cipher(SET, version(None)) is None
+
+
+async def test_key_that_nobody_gives_and_one_of_no_reader(world: World) -> None:
+    with pytest.raises(FetchFailed, match="no node that is there gives the key of ada/pictures"):
+        await world.keys.cipher(SET, version(StateCipher.generate()))
+    world.asked.clear()
+    world.readable = False
+    with pytest.raises(FetchFailed, match="is encrypted, and not for ada"):
+        await world.keys.cipher(SET, version(StateCipher.generate()))
+    assert not world.asked
+
+
+async def test_keys_of_others_are_bounded_and_own_ones_stay(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_GIVEN", 2)
+    keys, ciphers = world.keys, [StateCipher.generate() for _ in range(4)]
+    own = keys.for_version("pictures", [])
+    for cipher in ciphers:
+        world.answers[b"F" * 32] = cipher.key
+        await keys.cipher(SET, version(cipher))
+    assert [keys.known(one.realm) is not None for one in ciphers] == [False, False, True, True]
+    assert keys.known(own.realm) is not None and len(list(world.root.iterdir())) == 3
+
+
+def test_key_that_a_job_brings_is_here_while_its_guests_are(world: World) -> None:
+    cipher, other = StateCipher.generate(), StateCipher.generate()
+    keys, need = world.keys, DataNeed("ada/pictures", SET)
+    brought = seal_key(JOB, need, cipher)
+    assert cipher.key not in brought.key and open_key(JOB, brought) == cipher.key
+    one, two = (keys.lend(version(cipher), open_key(JOB, brought)) for _ in range(2))
+    keys.give_back(one)
+    assert keys.known(cipher.realm) is not None
+    keys.give_back(two)
+    assert keys.known(cipher.realm) is None and not world.root.exists(), "it was in memory alone"
+    with pytest.raises(FetchFailed, match="it is not the key of ada/pictures"):
+        keys.lend(version(cipher), other.key)
+    for job, need in ((other, brought), (None, brought), (JOB, DataNeed("ada/x", b"x" * 32, key=brought.key))):
+        with pytest.raises(FetchFailed, match="cannot be opened"):
+            open_key(job, need)
+
+
+@given(st.binary(max_size=100))
+def test_hostile_key_of_a_job_is_refused(data: bytes) -> None:
+    with pytest.raises(FetchFailed):
+        open_key(JOB, DataNeed("ada/pictures", SET, key=data))
