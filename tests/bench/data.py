@@ -36,6 +36,7 @@ PARTS = ("add", "small", "fetch", "stream", "memory")
 BATCH, WORKERS = 32, 4  # records of 1 MiB in a batch, and threads that read them, as data loaders do
 FIRST_GOAL = 0.05
 PRIORITY = "--priority"
+CLEAR = "for everybody, in the clear"
 
 
 def timed(do: Callable[[], object], on: Path) -> float:
@@ -107,13 +108,14 @@ def measure_add(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
     source, gib = on / "large", options.gib
     make_large(source, max(1, round(gib * 1024 * MIB / FILE_BYTES)))
     settle()
-    first: dict[str, list[float]] = {"mesh": [], "rsync": [], "restic": []}
-    again: dict[str, list[float]] = {"mesh": [], "rsync": [], "restic": []}
+    first: dict[str, list[float]] = {"mesh": [], CLEAR: [], "rsync": [], "restic": []}
+    again: dict[str, list[float]] = {"mesh": [], CLEAR: [], "rsync": [], "restic": []}
     for number in range(options.rounds):
         with Stack(1, directory=on / f"stack{number}") as stack:
             stack.start_all()
             subjects: dict[str, Callable[[], object]] = {
-                "mesh": lambda stack=stack: mesh(stack.nodes[0], "data", "add", "set", source)  # type: ignore[misc]
+                "mesh": lambda stack=stack: mesh(stack.nodes[0], "data", "add", "set", source),  # type: ignore[misc]
+                CLEAR: lambda stack=stack: mesh(stack.nodes[0], "data", "add", "open", source, "--everybody"),  # type: ignore[misc]
             }
             if shutil.which("rsync"):
                 subjects["rsync"] = lambda: run("rsync", "-a", f"{source}/", on / "copy")
@@ -134,13 +136,14 @@ def measure_add(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
     rows.append(
         row("add it again with 1 % changed", ratio, "x", goal=f"<= {AGAIN_GOAL:g} x", met=max(ratio) <= AGAIN_GOAL)
     )
+    rows += [row(f"add {gib:g} GiB, {CLEAR}", first[CLEAR], "s", goal="-", met=None)]
     return [*rows, beside("add it again, seconds", again, None)]
 
 
 def beside(measure: str, taken: dict[str, list[float]], goal: float | None) -> dict[str, Any]:
     """Return a row of mesh beside the fastest of its peers."""
     ours = taken["mesh"]
-    peers = {name: values for name, values in taken.items() if name != "mesh" and values}
+    peers = {name: values for name, values in taken.items() if name not in {"mesh", CLEAR} and values}
     if not peers:
         return row(measure, ours, "s", goal="beside rsync or restic", met=None)
     best = min(peers, key=lambda name: sorted(peers[name])[len(peers[name]) // 2])
@@ -158,7 +161,7 @@ def measure_small(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(rng.randbytes(SMALL_BYTES))
     settle()
-    taken: dict[str, list[float]] = {"mesh": [], "tar | zstd -1": []}
+    taken: dict[str, list[float]] = {"mesh": [], CLEAR: [], "tar | zstd -1": []}
     unchanged: list[float] = []
     scattered: list[list[float]] = [[], []]
     for number in range(options.rounds):
@@ -166,6 +169,8 @@ def measure_small(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
             stack.start_all()
             node = stack.nodes[0]
             taken["mesh"].append(timed(lambda node=node: mesh(node, "data", "add", "set", source), on))  # type: ignore[misc]
+            clear = ("data", "add", "open", source, "--everybody")
+            taken[CLEAR].append(timed(lambda node=node, clear=clear: mesh(node, *clear), on))  # type: ignore[misc]
             unchanged.append(timed(lambda node=node: mesh(node, "data", "add", "set", source), on))  # type: ignore[misc]
             for seconds in scattered:
                 for path in rng.sample(sorted(source.glob("*/*")), round(options.files * CHANGED)):
@@ -179,6 +184,7 @@ def measure_small(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
     what = f"{options.files} files of 10 KB"
     return [
         beside(f"add {what}", taken, SMALL_GOAL),
+        row(f"add {what}, {CLEAR}", taken[CLEAR], "s", goal="-", met=None),
         row(f"add {what} again", unchanged, "s", goal="-", met=None),
         row(f"add {what} again, 1 % of them changed all over the set", scattered[0], "s", goal="-", met=None),
         row(f"add {what} again, another 1 % of them changed", scattered[1], "s", goal="-", met=None),
@@ -188,7 +194,7 @@ def measure_small(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
 def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
     source = on / "large"
     make_large(source, max(1, round(options.gib * 1024 * MIB / FILE_BYTES)))
-    ours: list[float] = []
+    ours: dict[str, list[float]] = {"set": [], "open": []}
     theirs: dict[str, list[float]] = {}
     with Stack(HOLDERS + options.rounds, directory=on / "stack") as stack, web_servers(source) as servers:
         peers: dict[str, Callable[[], object]] = {}
@@ -199,34 +205,39 @@ def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
         theirs = {name: [] for name in peers}
         stack.start_all()
         mesh(stack.nodes[0], "data", "add", "set", source)
+        mesh(stack.nodes[0], "data", "add", "open", source, "--everybody")
         for node in stack.nodes[1:HOLDERS]:
-            wait_known(node, 1)
-            mesh(node, "data", "pin", "set")
+            for name in ours:
+                wait_known(node, 1, name)
+                mesh(node, "data", "pin", name)
         for node in stack.nodes[HOLDERS:]:
-            wait_known(node, HOLDERS)
-            touch_memory(options.gib, on)
-            ours.append(timed(lambda node=node: mesh(node, "data", "pin", "set"), on))  # type: ignore[misc]
-            mesh(node, "data", "rm", "--here", "set")
+            for name, taken in ours.items():
+                wait_known(node, HOLDERS, name)
+                touch_memory(options.gib, on)
+                taken.append(timed(lambda node=node, name=name: mesh(node, "data", "pin", name), on))  # type: ignore[misc]
+                mesh(node, "data", "rm", "--here", name)
             for name, fetch in peers.items():
                 touch_memory(options.gib, on)
                 theirs[name].append(timed(fetch, on))
                 shutil.rmtree(on / "copy")
     shutil.rmtree(source)
     measure = f"fetch {options.gib:g} GiB from {HOLDERS} holders, verified"
+    clear = row(f"{measure}, {CLEAR}", ours["open"], "s", goal="-", met=None)
     if not theirs:
-        return [row(measure, ours, "s", goal="beside rsync and aria2c", met=None)]
+        return [row(measure, ours["set"], "s", goal="beside rsync and aria2c", met=None), clear]
     best = min(theirs, key=lambda name: statistics.median(theirs[name]))
-    met = statistics.median(theirs[best]) >= FETCH_GOAL * statistics.median(ours)
+    met = statistics.median(theirs[best]) >= FETCH_GOAL * statistics.median(ours["set"])
     rows = [
         row(
             measure,
-            ours,
+            ours["set"],
             "s",
             goal=f"the faster's time >= {FETCH_GOAL:g} x",
             met=met,
             peer=best,
             peer_values=theirs[best],
-        )
+        ),
+        clear,
     ]
     return rows + [row(f"the same by {name}", taken, "s", goal="-", met=None) for name, taken in theirs.items()]
 
@@ -416,9 +427,13 @@ def fetch_by_aria2c(source: Path, servers: list[str], on: Path) -> None:
     run("aria2c", "-q", "-i", on / "files", "-d", on / "copy", "-s", str(HOLDERS), "-j", "6", "--file-allocation=none")
 
 
-def wait_known(node: StackNode, holders: int) -> None:
+def wait_known(node: StackNode, holders: int, name: str = "set") -> None:
+    def known() -> bool:
+        rows = mesh(node, "data", "ls")["data"]
+        return any(found["name"].endswith(f"/{name}") and len(found["nodes"]) >= holders for found in rows)
+
     deadline = time.monotonic() + 60
-    while not any(len(found["nodes"]) >= holders for found in mesh(node, "data", "ls")["data"]):
+    while not known():
         if time.monotonic() > deadline:
             raise SystemExit("the holders were not heard of")
         time.sleep(0.5)
