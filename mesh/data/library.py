@@ -221,6 +221,11 @@ class DataLibrary:
         It is encrypted unless it is for everybody.
         """
         check_name(name)
+        state = self.holdings.root.resolve().parent
+        if state.is_relative_to(path.resolve()):
+            raise DataError(
+                f"{path} holds {state}, the state of this node with its key: name the directory with the data"
+            )
         source = (path, readers, everybody, rehash)
         going = self.works.get(("add", name))
         if going is not None and not going.task.done() and going.source != source:

@@ -23,7 +23,7 @@ from membership.identity import Identity
 from mesh.data import fetcher, space
 from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.library import Brought, Check, DataLibrary, _finished
-from mesh.data.manifest import DataManifest, FetchFailed, Reader
+from mesh.data.manifest import DataError, DataManifest, FetchFailed, Reader
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
 
@@ -117,10 +117,19 @@ async def test_daemon_that_stops_ends_an_add(
     work = Endless()
     add = lambda tell: SimpleNamespace(add=lambda path: work.run(lambda: tell(Progress(0, 0, 0))))  # noqa: E731
     monkeypatch.setattr(dataset_adder, "Adder", lambda store, tell, rehash, cipher: add(tell))
-    library.add("pictures", tmp_path, (), True, False)
+    library.add("pictures", tmp_path / "source", (), True, False)
     assert await asyncio.to_thread(work.begun.wait, 60)
     await library.close()
     assert work.ended.is_set()
+
+
+async def test_directory_with_the_key_of_the_node_is_not_added(library: DataLibrary, tmp_path: Path) -> None:
+    """A home directory has the state directory in it."""
+    (tmp_path / "link").symlink_to(library.holdings.root.parent)
+    for path in (library.holdings.root.parent, tmp_path / "link", Path("/")):
+        with pytest.raises(DataError, match="the state of this node with its key"):
+            library.add("home", path, (), True, False)
+    assert not library.works
 
 
 async def test_data_set_is_pinned_before_it_is_there(
