@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -271,7 +271,8 @@ def ps(
 ) -> None:
     """List jobs that this node knows; or JOB, or the jobs of an array, or some (ARRAY_16-30), ended or not.
 
-    Jobs that ended more than a day ago are archived once there are over a thousand. Every command finds them by id or name.
+    Jobs of an array that wait in a row are one line, with the details of the first; --json and -q list each. Jobs that ended more
+    than a day ago are archived once there are over a thousand. Every command finds them by id or name.
     """
     daemon = client(ctx)
     over = everything or job or since or OVER & {*states}
@@ -303,7 +304,7 @@ def moves(attempts: list[dict[str, Any]]) -> int:
 
 def _draw_jobs(answer: dict[str, Any]) -> None:
     rows = []
-    for row in answer["jobs"]:
+    for row, label in _folded(answer["jobs"]):
         progress = "-"
         if row["step"] is not None:
             progress = f"{row['step']}/{row['of']}" if row["of"] else str(row["step"])
@@ -316,7 +317,7 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
         node = row["node"] or (row["attempts"][-1]["node"] if row["outcome"] and row["attempts"] else "-")
         rows.append(
             [
-                short_id(row),
+                label,
                 row["name"] or "-",
                 row["user"],
                 row["state"],
@@ -348,6 +349,31 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
         header, rows = header[:-1], [row[:-1] for row in rows]
     spare = ["MOVES", "USER", "STEP", "CHECKPOINT", "NODE", "TIME", "AT RISK", "COMMAND", "NAME"]
     table(header, rows, spare=[name for name in spare if name != header[-1]], cut={"COMMAND": 24, "NAME": 20})
+
+
+def _folded(jobs: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each job with its short id; of jobs of an array that wait in a row, the first, with a span that names all."""
+    spans: list[list[dict[str, Any]]] = []
+    for job in jobs:
+        if spans and _waits(job) and _waits(spans[-1][0]) and _follows(spans[-1][-1]["array"], job["array"]):
+            spans[-1].append(job)
+        else:
+            spans.append([job])
+    for first, *others in spans:
+        label = short_id(first)
+        if others:
+            last = others[-1]["array"]
+            label = f"{label.partition('_')[0]}_{first['array']['index']}-{last['index'] + last['batch'] - 1}"
+        yield first, label
+
+
+def _waits(job: dict[str, Any]) -> bool:
+    return job["array"] is not None and job["state"] == "pending" and not job["attempts"]
+
+
+def _follows(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tell whether the second place in an array is the one after the first."""
+    return bool(one["array"] == other["array"] and one["index"] + one["batch"] == other["index"])
 
 
 def _time_s(row: dict[str, Any]) -> float:

@@ -184,6 +184,34 @@ def test_ps_shows_time_last_node_command_and_reason(run: Any, monkeypatch: pytes
         assert second.split()[3:6] == ["pending", "1h", "-"]
 
 
+def test_ps_shows_jobs_of_an_array_that_wait_in_a_row_in_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    rest: dict[str, Any] = {"name": "", "user": "ada", "node": None, "gang": [], "step": None, "checkpoint": None}
+    rest |= {"at_risk_s": 0, "command": "true", "attempts": [], "created_unix_ms": 0, "detail": ""}
+
+    def job(index: int, phase: str = "pending", array: str = ARRAY, batch: int = 1, **more: Any) -> dict[str, Any]:
+        label = str(index) if batch == 1 else f"{index}-{index + batch - 1}"
+        place = {"array": array, "index": index, "batch": batch, "label": label}
+        return {**state(f"{array}{index}", phase), **rest, "array": place, **more}
+
+    tried = {"number": 0, "node": "desk", "running_unix_ms": 0, "ended_unix_ms": 0, "seen_unix_ms": 0}
+    other = "other000"
+    jobs = [
+        *(job(index, "running") for index in (1, 2)),
+        *(job(index) for index in (3, 4, 5)),
+        job(6, attempts=[tried]),  # it has its own history
+        *(job(index) for index in (7, 9, 10)),  # the 8th is over
+        *(job(index, array=other, batch=25) for index in (1, 26)),
+        {**state("single"), **rest, "state": "pending"},
+    ]
+    done, _ = run({"GET /v1/jobs?over=false": lambda: {"jobs": jobs, "archived": 0}}, "ps")
+    shown = [line.split()[0] for line in done.stdout.splitlines()[1:]]
+    spans = ["1", "2", "3-5", "6", "7", "9-10"]
+    assert shown == [*(f"{ARRAY[:8]}_{span}" for span in spans), "other000_1-50", "single"]
+    done, _ = run({"GET /v1/jobs?over=false": lambda: {"jobs": jobs, "archived": 0}}, "ps", "-q")
+    assert done.stdout.split() == [one["job"] for one in jobs]
+
+
 def test_why_of_an_ended_job_is_its_end_and_attempts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = {"number": 0, "node": "desk", "reason": "failed (exit 1)"}
     answer = {
