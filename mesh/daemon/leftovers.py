@@ -1,4 +1,5 @@
-"""Leftovers of a daemon that was killed: containers, their networks and rules, the network edge, mounted data sets.
+"""Leftovers of a daemon that was killed: containers, their networks and rules, the network edge, mounted data sets, files of
+encrypted ones.
 
 The next start removes it. Where none is to come, `mesh down` does, and `mesh doctor` tells of it.
 """
@@ -12,9 +13,11 @@ from typing import Any
 
 import msgspec
 
+from ckptstore.dataset_store import remove_tree
 from membership.identity import Identity, IdentityError, format_id, parse_id
 from mesh.daemon.layout import Layout
 from mesh.data import fuse, streams
+from mesh.data.holdings import left_in_the_clear
 from mesh.execution.docker.sweep import sweep_containers, sweep_networks
 from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.secret_files import SecretFiles
@@ -29,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Leftovers(msgspec.Struct, frozen=True):
-    """`rules`: chains of the host's firewall. `edge`: where the switch of the network edge is. The last two are directories."""
+    """`rules`: chains of the host's firewall. `edge`: where the switch of the network edge is. The last three are directories."""
 
     containers: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
@@ -37,6 +40,7 @@ class Leftovers(msgspec.Struct, frozen=True):
     edge: str = ""
     secrets: tuple[str, ...] = ()
     mounts: tuple[str, ...] = ()
+    trees: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -48,6 +52,7 @@ class Leftovers(msgspec.Struct, frozen=True):
             f"the network edge ({self.edge})" if self.edge else "",
             "secrets of jobs in memory" if self.secrets else "",
             _several(len(self.mounts), "mounted data set"),
+            _several(len(self.trees), "data set in the clear", "data sets in the clear"),
         ]
         return ", ".join(filter(None, parts))
 
@@ -72,6 +77,7 @@ def find(where: Layout) -> Leftovers:
         str(where.edge) if left_at(where.edge) else "",
         tuple(map(str, SecretFiles(parse_id(node)).left())) if node else (),
         tuple(map(str, fuse.mounts_below(where.data / streams.PLACE))),
+        tuple(map(str, left_in_the_clear(where.data))),
     )
 
 
@@ -92,6 +98,8 @@ def remove(where: Layout) -> tuple[Leftovers, Leftovers]:
             Firewall(Policy(), tag_of(node)).sweep()
             SecretFiles(parse_id(node)).clear()
         streams.sweep(where.data / streams.PLACE)
+        for tree in left_in_the_clear(where.data):
+            remove_tree(tree)
         if before.edge:
             Edge(where.edge, wanted=False).open()
         return before, find(where)
@@ -133,5 +141,5 @@ def _node(where: Layout) -> str:
     return ""
 
 
-def _several(count: int, what: str) -> str:
-    return plural(count, what) if count else ""
+def _several(count: int, *what: str) -> str:
+    return plural(count, *what) if count else ""

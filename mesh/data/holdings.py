@@ -10,14 +10,29 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptstore.cipher import StateCipher
-from ckptstore.dataset_store import DataSets
+from ckptstore.dataset_store import DataSets, remove_tree
 from ckptstore.errors import StoreError
 from membership.durable import write_durably
+from membership.envelope import OVERHEAD
 from mesh.data.directory import DataDirectory
 from mesh.data.eviction import Kept
-from mesh.data.manifest import DataError
+from mesh.data.manifest import DataError, decode_manifest
 
 log = logging.getLogger(__name__)
+
+
+def left_in_the_clear(root: Path) -> list[Path]:
+    """Return the directories with files of encrypted data sets, which guests no longer use once the daemon has ended.
+
+    Those of sets that are not here, or were not whole, count as encrypted.
+    """
+    found = []
+    for tree in sorted((root / "trees").glob("*")):
+        with suppress(OSError, DataError):
+            if not decode_manifest((root / "sets" / tree.name).read_bytes()[OVERHEAD:]).realm:
+                continue
+        found.append(tree)
+    return found
 
 
 class Holdings:
@@ -58,9 +73,8 @@ class Holdings:
                 continue
             self._directory.remember(identity, sealed, manifest)
             self.held.add(identity)
-        for tree in tuple(self.store.trees.iterdir()):  # the guests of an earlier run died with it
-            if (identity := bytes.fromhex(tree.name)) not in self.held or self.is_encrypted(identity):
-                self.store.drop_tree(identity)
+        for tree in left_in_the_clear(self.root):  # the guests of an earlier run died with it
+            remove_tree(tree)
         self.find_damaged()
 
     def find_damaged(self) -> None:

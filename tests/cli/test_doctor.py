@@ -199,11 +199,14 @@ def test_doctor_lists_leftovers_of_killed_daemon_and_down_removes_them(
         for name in (node, "another node's"):
             client.api.create_container(import_busybox(), "true", labels={LABEL_NODE: name})
             client.networks.create(tag_of(name), labels={LABEL_NODE: name})
+        (where.data / "trees" / "ab").mkdir(parents=True)
         told = mesh(where.root, "doctor").stdout
-        assert "leftovers: a killed daemon left on this machine: 1 container, 1 network" in told
+        assert (
+            "leftovers: a killed daemon left on this machine: 1 container, 1 network, 1 data set in the clear" in told
+        )
         assert "down` removes it" in told
         taken = mesh(where.root, "down")
-        assert taken.returncode == 0 and "had left: 1 container, 1 network" in taken.stderr
+        assert taken.returncode == 0 and "had left: 1 container, 1 network, 1 data set" in taken.stderr
         assert find(where) == Leftovers() and "leftovers:" not in mesh(where.root, "doctor").stdout
         (other,) = client.containers.list(all=True)
         assert other.labels[LABEL_NODE] == "another node's" and client.networks.list(names=[tag_of("another node's")])

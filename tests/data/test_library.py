@@ -19,11 +19,13 @@ from ckptstore.dataset_adder import Adder, Progress
 from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
 from ckptstore.errors import Stopped
 from ckptstore.fetch import Request
+from membership.envelope import OVERHEAD
 from membership.identity import Identity
 from mesh.data import fetcher, space
 from mesh.data.eviction import LACKS, WHOLE
+from mesh.data.holdings import left_in_the_clear
 from mesh.data.library import Brought, Check, DataLibrary, _finished
-from mesh.data.manifest import DataError, DataManifest, FetchFailed, Reader
+from mesh.data.manifest import DataError, DataManifest, FetchFailed, Reader, encode_manifest, statement
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
 
@@ -65,6 +67,7 @@ async def hold(library: DataLibrary, source: Path) -> DataManifest:
     source.mkdir()
     (source / "file").write_bytes(os.urandom(SIZE))
     manifest = await add(library.holdings.store, source)
+    (library.holdings.store.sets / SET.hex()).write_bytes(bytes(OVERHEAD) + encode_manifest(manifest))
     library.directory.remember(SET, b"sealed", manifest)
     library.holdings.held.add(SET)
     return manifest
@@ -366,9 +369,22 @@ async def hold_encrypted(library: DataLibrary, source: Path) -> DataManifest:
     added = await asyncio.to_thread(lambda: Adder(store, cipher=CIPHER).add(source))
     readers = (Reader(b"b" * 32, "bob"),)
     manifest = DataManifest(
-        1, "pictures", "ada", b"a" * 32, b"", 1, 1, added.root, added.chunk_bytes, readers, False, CIPHER.realm
+        1,
+        "pictures",
+        "ada",
+        b"a" * 32,
+        b"",
+        1,
+        1,
+        added.root,
+        added.chunk_bytes,
+        readers,
+        False,
+        CIPHER.realm,
+        CIPHER.prove(statement((b"a" * 32, "pictures"))),
     )
     await asyncio.to_thread(store.publish, SET, b"sealed", added.root, CIPHER)
+    (library.holdings.store.sets / SET.hex()).write_bytes(bytes(OVERHEAD) + encode_manifest(manifest))
     library.directory.remember(SET, b"sealed", manifest)
     library.holdings.held.add(SET)
     return manifest
@@ -420,7 +436,7 @@ async def test_files_of_an_encrypted_set_that_a_crash_left_go_at_the_next_start(
     await brought(library, key=CIPHER.key)
     library.holdings.store.tree(OTHER).mkdir()
     (library.holdings.store.tree(OTHER) / "of a set that is not here").write_bytes(SECRET)
-    assert len(readable(library)) == 2
+    assert len(readable(library)) == len(left_in_the_clear(library.holdings.root)) == 2
     monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: manifest)
     await asyncio.to_thread(library.holdings._reopen)
     assert not readable(library) and library.holdings.is_whole(SET)
