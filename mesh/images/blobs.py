@@ -1,9 +1,10 @@
-"""The blobs of images, by SHA-256, on this node's disk: pushed by a client of the registry, or fetched.
+"""Blobs by SHA-256, on this node's disk: of images, pushed by a client of the registry or fetched, and packages of environments.
 
-images/blobs/HASH     a whole blob that had this hash; its modification time is its last use
-            /*.part   a blob that arrives; it counts for nothing and does not outlive the daemon
-      /tags.json      the names that were pushed
-The first use of a blob in each run compares it with its hash, so that damage of this disk is not passed on.
+blobs/HASH     a whole blob that had this hash; its modification time is its last use
+     /*.part   a blob that arrives; it counts for nothing and does not outlive the daemon
+tags.json      the names that were pushed
+A use of a blob compares it with its hash, unless that was done in this run and the file has not changed since. So damage of this
+disk is not passed on.
 """
 
 import os
@@ -31,6 +32,10 @@ class NoRoom(OSError):
     """The disk is too full; the text says how much is free."""
 
 
+class FetchFailed(RuntimeError):
+    """The blob cannot be had; the text says why."""
+
+
 class Part:
     """A blob that arrives, in any order. Calls block."""
 
@@ -42,9 +47,7 @@ class Part:
         disk = os.statvfs(self._path.parent)
         free = disk.f_bavail * disk.f_frsize
         if free < len(data) + SPARE_BYTES or os.pwrite(self._file.fileno(), data, at) < len(data):
-            raise NoRoom(
-                f"no space for images: {free >> 20} MiB free on {self._path.parent}, of which 1 GiB stays free"
-            )
+            raise NoRoom(f"no space for it: {free >> 20} MiB free on {self._path.parent}, of which 1 GiB stays free")
 
     def read(self, at: int) -> bytes:
         return os.pread(self._file.fileno(), PIECE_BYTES, at)
@@ -69,7 +72,7 @@ class BlobStore:
     def __init__(self, root: Path, bound_bytes: int) -> None:
         self.bound_bytes = bound_bytes
         self._blobs, self._tags, self._lock = root / "blobs", root / "tags.json", Lock()
-        self._sound: set[bytes] = set()
+        self._sound: dict[bytes, int] = {}  # when the file of a verified blob changed last
         self._known: dict[bytes, Manifest] = {}
         self._blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
         for left in self._blobs.glob("*.part"):
@@ -85,17 +88,23 @@ class BlobStore:
     def has(self, digest: bytes) -> bool:
         return self.path(digest).is_file()
 
+    def size(self, digest: bytes) -> int | None:
+        """Return the length of a blob; None if it is not here."""
+        with suppress(OSError):
+            return self.path(digest).stat().st_size
+        return None
+
     def use(self, digest: bytes) -> Path | None:
         """Return the file of a blob, verified and marked as used; None if it is not here, or was damaged and is removed."""
         path = self.path(digest)
         try:
-            if digest not in self._sound:
+            if self._sound.get(digest) != path.stat().st_ctime_ns:
                 with path.open("rb") as file:
                     if _hash_of(file.fileno()) != digest:
                         path.unlink()
                         return None
-                self._sound.add(digest)
             os.utime(path)
+            self._sound[digest] = path.stat().st_ctime_ns
         except FileNotFoundError:
             return None
         return path

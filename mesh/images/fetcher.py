@@ -1,22 +1,19 @@
-"""Fetches blobs when a client of the registry asks for one: from nodes that have it, in pieces from several at once, else from
-the public registries that the owner allows.
+"""Fetches blobs: from nodes that have them, in pieces from several at once, else from outside of the mesh if its owner allows it.
 
-The list's digest names the manifest, which names each blob with its length. A blob that is not what its hash says is fetched
-again from one node at a time, so that it is certain whose pieces were wrong.
+A blob that is not what its hash says is fetched again from one node at a time, so that it is certain whose pieces were wrong.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptstore.fetch import Fetch, Request
 from membership.identity import NodeId
-from mesh.images.blobs import PIECE_BYTES, BlobStore, Part
+from mesh.images.blobs import PIECE_BYTES, BlobStore, FetchFailed, Part
 from mesh.images.messages import encode
 from mesh.images.oci import MAX_MANIFEST_BYTES
-from mesh.images.upstream import FetchFailed, Upstream
 from mesh.rpc.client import PeerClient, PeerError
 from mesh.rpc.parallel_fetch import fetched
 from mesh.rpc.streams import read_within
@@ -34,10 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class Origin(NamedTuple):
-    """Where a blob may be: nodes, and the names of its images in public registries."""
+    """Where a blob may be: nodes, and a way to fetch it from outside of the mesh, if there is one.
 
-    holders: Sequence[NodeId]
-    names: Sequence[str]
+    Each node comes with the length that it has there; None for that of a manifest, which nobody knows.
+    """
+
+    holders: Mapping[NodeId, int | None]
+    outside: Callable[[], Awaitable[None]] | None = None
 
 
 class _Blob:
@@ -46,6 +46,7 @@ class _Blob:
     def __init__(self) -> None:
         self.fetch: SharedTask | None = None
         self.problem = ""
+        self.size: int | None = None  # by which it was begun
         self.part: Part | None = None
         self.givers: dict[int, NodeId] = {}
         self.wrong: tuple[Part, dict[int, NodeId]] | None = None  # while set, one node at a time is asked
@@ -59,10 +60,10 @@ class _Blob:
 
 
 class BlobFetcher:
-    """Fetches blobs.
+    """Fetches blobs of one kind, from the route `path` of other nodes.
 
-    `origin` tells where a blob may be, for a client that asked for it below this name; None: it may not be fetched. `blame`
-    reports a node that sent wrong data.
+    `origin` tells where a blob may be, for a client that asked for it below this name; FetchFailed if it may not be fetched.
+    `blame` reports a node that sent wrong data.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class BlobFetcher:
         me: NodeId,
         store: BlobStore,
         peers: PeerClient,
-        upstream: Upstream,
-        origin: Callable[[bytes, str], Origin | None],
+        path: str,
+        origin: Callable[[bytes, str], Origin],
         blame: Callable[[NodeId, str], None],
     ) -> None:
-        self._me, self._store, self._peers, self._upstream = me, store, peers, upstream
+        self._me, self._store, self._peers, self._path = me, store, peers, path
         self._origin, self._blame = origin, blame
         self.moved = 0  # bytes of blobs that came from other nodes
         self._blobs: dict[bytes, _Blob] = {}
@@ -122,27 +123,27 @@ class BlobFetcher:
 
     async def _round(self, digest: bytes, blob: _Blob, name: str) -> None:
         origin = self._origin(digest, name)
-        if origin is None:
-            raise FetchFailed("it is not on the list of images")
         holders = [node for node in origin.holders if node not in blob.unfit and node != self._me]
         order = [node for node, _ in rank(self._me + digest[:16], [(node, 1) for node in holders])]
         order.sort(key=lambda node: blob.failed[node])
-        size, is_manifest = self._store.described(digest) or (None, True)
-        places = self._upstream.places(origin.names)
         try:
             if order:
-                return await self._gather(digest, blob, size, order[: 1 if blob.wrong else SOURCES])
+                size = origin.holders[order[0]]
+                sources = [node for node in order if origin.holders[node] == size]  # others lie, or it does
+                return await self._gather(digest, blob, size, sources[: 1 if blob.wrong else SOURCES])
         except (PeerError, TimeoutError):
-            if not places:
+            if origin.outside is None:
                 raise
-        if not places:
+        if origin.outside is None:
             raise FetchFailed("nobody has it now" + (", but for those who gave it wrongly" if blob.unfit else ""))
-        return await self._upstream.bring(self._store, places, digest, size, is_manifest)
+        return await origin.outside()
 
     async def _gather(self, digest: bytes, blob: _Blob, size: int | None, sources: Sequence[NodeId]) -> None:
         """Fetch the missing pieces of a blob, and complete it. A manifest of unknown length is one piece."""
-        if blob.part is None:
-            blob.part = await asyncio.to_thread(self._store.part)
+        if blob.part is None or blob.size != size:
+            if blob.part is not None:
+                blob.part.close()
+            blob.part, blob.givers, blob.size = await asyncio.to_thread(self._store.part), {}, size
         part, givers = blob.part, blob.givers
         numbers = range(max(1, -(-(size or 0) // PIECE_BYTES)))
         missing = {
@@ -153,7 +154,7 @@ class BlobFetcher:
         writing: list[asyncio.Future[None]] = []
 
         async def ask(request: Request) -> list[bytes]:
-            path, came = f"/v1/images/blobs/{digest.hex()}", list[bytes]()
+            path, came = f"{self._path}/{digest.hex()}", list[bytes]()
             body = encode([int.from_bytes(one) for one in request.ids])
             try:
                 async with self._peers.stream(request.source, "POST", path, body) as response:
@@ -219,4 +220,4 @@ class BlobFetcher:
 
     def _caught(self, digest: bytes, blob: _Blob, node: NodeId, what: str) -> None:
         blob.unfit.add(node)
-        self._blame(node, f"of the image's blob {digest.hex()[:12]}, {what}")
+        self._blame(node, f"of the blob {digest.hex()[:12]}, {what}")

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from membership.events import MemberView
@@ -19,7 +20,7 @@ from membership.trust import TrustStore
 from mesh.execution.engine import BadImage, EngineError
 from mesh.images.allowlist import Image, ListError, user_of
 from mesh.images.apptainer import ApptainerImages
-from mesh.images.blobs import BlobStore
+from mesh.images.blobs import BlobStore, FetchFailed
 from mesh.images.catalogue import SECTION, Catalogue
 from mesh.images.engine import PUSHED, ImageEngine, StoredImage
 from mesh.images.fetcher import BlobFetcher, Origin
@@ -101,7 +102,7 @@ class Library:
         self._usage = await asyncio.to_thread(UsageMarks, self._root)
         await asyncio.to_thread(self.catalogue.load)
         store = self._store
-        self.fetcher = BlobFetcher(self._me, store, self._peers, self._upstream, self._origin, self._blame)
+        self.fetcher = BlobFetcher(self._me, store, self._peers, "/v1/images/blobs", self._origin, self._blame)
         self.registry = RegistryServer(
             store,
             self._root / "port",
@@ -363,7 +364,7 @@ class Library:
         image = self.rules.judge(alias, None).image
         return image.manifest or None if image is not None else None
 
-    def _origin(self, digest: bytes, name: str) -> Origin | None:
+    def _origin(self, digest: bytes, name: str) -> Origin:
         """Return where a blob may be: of an image on the list, or, with `name`, of any image of the public registries."""
         rows = [(alias, row.entry.image) for alias, row in self.rules.rows.items()]
         images = {
@@ -372,10 +373,13 @@ class Library:
             if image is not None and self._may_fetch(image) and self._names(digest, [image])
         }
         if not images and not name:
-            return None
+            raise FetchFailed("it is not on the list of images")
         nodes = self.nodes_of()
-        holders = dict.fromkeys(node for one in images.values() for node in nodes.get(one.config[:SHORT], ()))
-        return Origin(list(holders), [*images, *([name] if name else ())])
+        size, is_manifest = self._store.described(digest) or (None, True)
+        holders = {node: size for one in images.values() for node in nodes.get(one.config[:SHORT], ())}
+        places = self._upstream.places([*images, *([name] if name else ())])
+        fetch = partial(self._upstream.bring, self._store, places, digest, size, is_manifest)
+        return Origin(holders, fetch if places else None)
 
     async def given(self, digest: bytes, pieces: Sequence[int]) -> Iterator[bytes]:
         """Return pieces of a blob of the list, for another node. NotGiven if this node does not give them."""

@@ -20,10 +20,9 @@ from typing import NoReturn
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from mesh.images.blobs import BlobStore, NoRoom, Part
+from mesh.images.blobs import BlobStore, FetchFailed, NoRoom, Part
 from mesh.images.engine import Registry
 from mesh.images.oci import MAX_MANIFEST_BYTES, ManifestError, decode_oci, digest_hash, digest_text
-from mesh.images.upstream import FetchFailed
 from mesh.rpc.departed import departed
 from mesh.rpc.loopback import HOST, LoopbackServer, heard
 from mesh.rpc.streams import read_within

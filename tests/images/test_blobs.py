@@ -52,6 +52,17 @@ def test_damage_of_disk_is_found_before_use(store: BlobStore, tmp_path: Path) ->
     assert BlobStore(tmp_path, 1 << 40).use(DIGEST) is None and not store.has(DIGEST)
 
 
+def test_blob_that_changed_after_its_first_use_is_compared_again(store: BlobStore) -> None:
+    store.keep(DATA)
+    path = store.use(DIGEST)
+    assert path is not None and store.size(DIGEST) == len(DATA)
+    before = path.stat()
+    path.write_bytes(DATA[::-1])
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the kernel's clock is coarse
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert store.use(DIGEST) is None and store.size(DIGEST) is None
+
+
 def test_longest_unused_blobs_go_first(store: BlobStore) -> None:
     kept = [store.keep(bytes([number]) * 100) for number in range(4)]
     for age, digest in enumerate(reversed(kept)):

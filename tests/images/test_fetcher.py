@@ -12,10 +12,9 @@ from aiohttp import web
 from membership.identity import Identity
 from mesh.images import blobs as blobs_module
 from mesh.images import fetcher as fetcher_module
-from mesh.images.blobs import PIECE_BYTES, BlobStore
+from mesh.images.blobs import PIECE_BYTES, BlobStore, FetchFailed
 from mesh.images.fetcher import BlobFetcher, Origin
 from mesh.images.messages import decode_pieces
-from mesh.images.upstream import FetchFailed, Upstream
 from mesh.rpc.client import Address, PeerClient
 from tests.images.samples import manifest_of
 from tests.rpc.nodes import client_of, node_named, serve
@@ -87,6 +86,7 @@ class World:
         self.store = BlobStore(directory, 1 << 40)
         self.holders: dict[bytes, Holder] = {}
         self.listed = True
+        self.lengths: dict[bytes, int] = {}  # that nodes give, if not the right one
         self._peers: list[PeerClient] = []
 
     async def fetcher(self, blobs: dict[bytes, bytes] = BLOBS, **manners: str) -> BlobFetcher:
@@ -99,13 +99,16 @@ class World:
         peers = await client_of(addresses)
         self._peers.append(peers)
 
-        def origin(digest: bytes, name: str) -> Origin | None:
-            return Origin(list(addresses), []) if self.listed else None
+        def origin(digest: bytes, name: str) -> Origin:
+            if not self.listed:
+                raise FetchFailed("it is not on the list of images")
+            size = (self.store.described(digest) or (None,))[0]
+            return Origin({node: self.lengths.get(node, size) for node in addresses})
 
         def blame(node: bytes, what: str) -> None:
             self.blamed.setdefault(node, what)
 
-        return BlobFetcher(b"me" * 16, self.store, peers, Upstream(()), origin, blame)
+        return BlobFetcher(b"me" * 16, self.store, peers, "/v1/images/blobs", origin, blame)
 
     async def brings(self, fetcher: BlobFetcher, *contents: bytes) -> None:
         """Have the image fetched as an engine asks for it: the manifest, then all blobs at once."""
@@ -166,6 +169,15 @@ async def test_wrong_data_does_not_stop_fetch(world: World, manner: str, blame: 
 async def test_two_liars_among_three_are_found(world: World, tmp_path: Path) -> None:
     await world.brings(await world.fetcher(a="lies", b="", c="lies"))
     assert set(world.blamed) == {A, C} and not list((tmp_path / "blobs").glob("*.part"))
+
+
+@pytest.mark.parametrize("length", [1, len(LAYERS[0]) - 1, len(LAYERS[0]) + 10 * PIECE_BYTES])
+async def test_nodes_that_give_another_length_keep_no_blob_away(world: World, length: int) -> None:
+    fetcher = await world.fetcher(a="", b="", c="")
+    await world.brings(fetcher, MANIFEST)
+    world.lengths = {A: length, C: length}
+    await world.brings(fetcher, MANIFEST, LAYERS[0])
+    assert B not in world.blamed
 
 
 async def test_fetch_from_liars_only_fails(world: World) -> None:

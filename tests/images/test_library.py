@@ -10,7 +10,7 @@ from membership.records import Record
 from mesh.api.handlers.images import how_far
 from mesh.images import library as library_module
 from mesh.images.allowlist import Entry, Image
-from mesh.images.blobs import BlobStore
+from mesh.images.blobs import BlobStore, FetchFailed
 from mesh.images.engine import StoredImage
 from mesh.images.library import Library
 from mesh.images.retention import Bounds
@@ -80,6 +80,13 @@ async def test_image_that_came_although_its_fetch_was_stopped_is_here(tmp_path: 
     engine.has.add(A.config)
     assert await library.fetch(A, "tool") is None
     assert how_far(library, A.config).here
+
+
+async def test_blob_of_no_listed_image_is_not_fetched(tmp_path: Path) -> None:
+    library = library_of(Campus(), tmp_path, Membership(), [])
+    library._store = BlobStore(tmp_path, 1 << 20)
+    with pytest.raises(FetchFailed, match="not on the list"):
+        library._origin(A.manifest, "")
 
 
 async def test_list_that_cannot_be_written_counts_and_is_written_later(

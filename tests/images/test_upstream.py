@@ -6,6 +6,7 @@ import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,12 +15,12 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from mesh.images import blobs as blobs_module
-from mesh.images import upstream as upstream_module
-from mesh.images.blobs import BlobStore
+from mesh.images import outside as outside_module
+from mesh.images.blobs import BlobStore, FetchFailed
 from mesh.images.fetcher import BlobFetcher, Origin
 from mesh.images.oci import MAX_MANIFEST_BYTES
 from mesh.images.registry import RegistryServer
-from mesh.images.upstream import FetchFailed, Upstream
+from mesh.images.upstream import Upstream
 from tests.docker_registry import docker_registry
 from tests.images.samples import manifest_of
 from tests.images.test_clients import run
@@ -45,9 +46,15 @@ async def brought(
 
     async def bring(name: str, *registries: str, contents: tuple[bytes, ...] = CONTENTS) -> BlobStore:
         store = BlobStore(tmp_path / "node", 1 << 40)
-        fetcher = BlobFetcher(
-            b"m" * 32, store, peers, Upstream(registries), lambda digest, asked: Origin([], [asked]), lambda *_: None
-        )
+        upstream = Upstream(registries)
+        places = upstream.places([name])
+
+        def origin(digest: bytes, asked: str) -> Origin:
+            size, is_manifest = store.described(digest) or (None, True)
+            fetch = partial(upstream.bring, store, places, digest, size, is_manifest)
+            return Origin({}, fetch if places else None)
+
+        fetcher = BlobFetcher(b"m" * 32, store, peers, "/v1/images/blobs", origin, lambda *_: None)
         for data in contents:
             await fetcher.bring(digest(data), name)
             assert store.path(digest(data)).read_bytes() == data
@@ -171,8 +178,8 @@ async def test_registry_that_lies_is_an_error(
         return response
 
     if manner == "drips":
-        monkeypatch.setattr(upstream_module, "IDLE_S", 0.2)
-        monkeypatch.setattr(upstream_module, "SLOWEST_BPS", 8 << 20)
+        monkeypatch.setattr(outside_module, "IDLE_S", 0.2)
+        monkeypatch.setattr(outside_module, "SLOWEST_BPS", 8 << 20)
     async with registry(answer) as address:
         with pytest.raises(FetchFailed, match=words):
             await brought("lab/tool:1", address, contents=(MANIFEST, LAYER))
@@ -212,7 +219,7 @@ async def test_registry_sends_node_only_to_named_registries_or_to_public_address
             with pytest.raises(FetchFailed, match=r"an address without TLS|it wants a password"):
                 await sent(target)
         assert not other.connections
-        monkeypatch.setattr(upstream_module, "checked", lambda answers: answers)
+        monkeypatch.setattr(outside_module, "checked", lambda answers: answers)
         await sent(f"https://{other.where}/x")
         assert other.connections == 1 and b"secret" not in other.heads[0], "the token is for the registry"
         monkeypatch.undo()
@@ -237,10 +244,10 @@ async def test_registry_may_redirect_to_itself_but_not_without_end(
         return web.Response(body=CONFIG)
 
     async with registry(answer) as address:
-        left = upstream_module.REDIRECTS + 1
+        left = outside_module.REDIRECTS + 1
         with pytest.raises(FetchFailed, match="it redirects more than"):
             await brought("lab/tool:1", address, contents=(CONFIG,))
-        left = upstream_module.REDIRECTS
+        left = outside_module.REDIRECTS
         await brought("lab/tool:1", address, contents=(CONFIG,))
 
 
