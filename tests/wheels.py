@@ -7,21 +7,29 @@ import subprocess
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import quote
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from mesh.jobs.environments import find_uv
+from mesh.jobs.environments import Environments, find_uv
+from mesh.jobs.packages import Neighbours
 
 SCRIPT = '# /// script\n# requires-python = ">=3.11"\n# dependencies = ["tinypkg"]\n# ///\n'
 USES = "import os, sys, tinypkg\nprint(tinypkg.VERSION, tinypkg.__file__, flush=True)\n"
+
+
+def alone(directory: Path, index: str, quota_bytes: int, channels: Sequence[str] = ()) -> Environments:
+    """Return the environments of a node without other nodes."""
+    nobody = Neighbours(b"m" * 32, cast(Any, None), lambda: [], lambda node, what: None)
+    return Environments(directory, index, quota_bytes, channels, nobody)
 
 
 def make_wheel(directory: Path, version: str = "1.0", filler: int = 0, more: Mapping[str, bytes] = {}) -> Path:

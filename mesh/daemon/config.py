@@ -95,9 +95,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # disk for data sets; above it, those unused for longest that others have are removed; default: no limit
     data_quota_gib: float | None = None
     data: dict[str, str] = {}  # directories of this machine that stand for data sets, by name (docs/how-to/data.md)
-    # Where `mesh run --uv` gets packages: the address of an index (https://pypi.org/simple), a directory of wheels, or nowhere.
+    # Where `mesh run --uv` gets packages that no node has: an index (https://pypi.org/simple), a directory of wheels, or nowhere.
     uv_index: str = ""
-    # Channels from which `mesh run --conda` gets packages: their addresses, such as https://conda.anaconda.org/conda-forge.
+    # Channels from which `mesh run --conda` gets packages that no node has, such as https://conda.anaconda.org/conda-forge.
     conda_channels: tuple[str, ...] = ()
     env_cache_gib: float = 20.0  # disk for environments of jobs; the longest unused are removed
     # nodes behind NAT or a firewall to which this one lends a port, the next ones above `port` (docs/how-to/connect.md); 0: none

@@ -77,6 +77,7 @@ from mesh.jobs.attempt import Attempt
 from mesh.jobs.environments import Environments
 from mesh.jobs.journal_age import JournalAge
 from mesh.jobs.logs import JobLogs
+from mesh.jobs.packages import Neighbours, nearest
 from mesh.jobs.secret_vault import SecretVault
 from mesh.jobs.service import JobHooks, JobService
 from mesh.jobs.status_gossip import RECOVERED
@@ -285,6 +286,19 @@ class Daemon:
             lambda node, what: self._jobs.replicator.refusals.count("data", node, what),
             self._data_changed,
         )
+        environments = Environments(
+            layout.environments,
+            settings.uv_index,
+            _bytes(settings.env_cache_gib) or 0,
+            settings.conda_channels,
+            Neighbours(
+                self._me,
+                self._peers,
+                lambda: nearest(self.membership.members(), self._me, self.membership.own_host),
+                lambda node, what: self._jobs.replicator.refusals.count("packages", node, what),
+            ),
+        )
+        self._packages = environments.packages
         self._jobs = JobService(
             self._identity,
             self.trust,
@@ -296,12 +310,7 @@ class Daemon:
             self._peers,
             layout.jobs,
             JobLogs(layout.logs),
-            Environments(
-                layout.environments,
-                settings.uv_index,
-                _bytes(settings.env_cache_gib) or 0,
-                settings.conda_channels,
-            ),
+            environments,
             partial(disk_limit, self._ceilings),
             self._library.ready,
             settings.keep_days * DAY_S,
@@ -403,6 +412,7 @@ class Daemon:
                 self._tunnels,
                 usage,
                 self._data,
+                self._packages,
             )
         )
         await asyncio.to_thread(self.edge.open)

@@ -10,7 +10,8 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
+from urllib.request import proxy_bypass
 
 import aiohttp
 from aiohttp.connector import AddrInfoType, SocketFactoryType
@@ -25,10 +26,13 @@ WRITE_BYTES = 1 << 20  # in one call of a thread
 
 
 class Outside:
-    """The servers that an owner has named. `named`: the starts of their URLs."""
+    """The servers that an owner has named, by the starts of their URLs.
 
-    def __init__(self, named: Sequence[str]) -> None:
-        self.named = tuple(named)
+    `proxies`: those of this machine, by the scheme of URLs, and below `no` the hosts without one.
+    """
+
+    def __init__(self, named: Sequence[str], proxies: Mapping[str, str] = {}) -> None:
+        self.named, self._proxies = tuple(named), dict(proxies)
         self._tls: ssl.SSLContext | None = None  # with the machine's authorities, which take 50 ms to read
 
     @asynccontextmanager
@@ -38,16 +42,21 @@ class Outside:
         if self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         async with _session(self._tls, timeout) as own, _session(self._tls, timeout, _public_socket) as public:
-            yield Visit(self.named, own, public, limit)
+            yield Visit(self.named, own, public, limit, self._proxies)
 
 
 class Visit:
     """Requests to servers that the owner has named, and to where these send this node."""
 
     def __init__(
-        self, named: tuple[str, ...], own: aiohttp.ClientSession, public: aiohttp.ClientSession, limit: int
+        self,
+        named: tuple[str, ...],
+        own: aiohttp.ClientSession,
+        public: aiohttp.ClientSession,
+        limit: int,
+        proxies: dict[str, str],
     ) -> None:
-        self._named, self._own, self._public, self._limit = named, own, public, limit
+        self._named, self._own, self._public, self._limit, self._proxies = named, own, public, limit, proxies
 
     @asynccontextmanager
     async def get(
@@ -62,12 +71,21 @@ class Visit:
                 session = self._own
             elif not url.startswith("https://"):
                 raise FetchFailed("it sends this node to an address without TLS")
-            async with session.get(url, headers=sent, allow_redirects=False) as response:
+            proxy = self._proxy(url)
+            if proxy is not None:  # it looks the address up, and is the owner's
+                session = self._own
+            async with session.get(url, headers=sent, allow_redirects=False, proxy=proxy) as response:
                 if response.status not in {301, 302, 303, 307, 308}:
                     yield response
                     return
                 url = urljoin(url, response.headers.get("Location", ""))
         raise FetchFailed(f"it redirects more than {REDIRECTS} times")
+
+    def _proxy(self, url: str) -> str | None:
+        parts = urlsplit(url)
+        if proxy_bypass(parts.hostname or "", self._proxies):
+            return None
+        return self._proxies.get(parts.scheme)
 
     async def keep(self, response: aiohttp.ClientResponse, store: BlobStore, digest: bytes) -> None:
         """Store the answer as a blob, if it has this hash."""

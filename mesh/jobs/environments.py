@@ -5,17 +5,19 @@ an environment that is laid out here as `venv` does, and that containers see at 
 own Python. Its files have the path at which guests see them.
 
 environments/<user>/<key>-<build>/env   an environment; `complete` beside it is written last, so one without it is removed
-environments/<user>/cache               uv's cache of this user's packages, and below `conda` the archives of conda packages
+environments/<user>/cache               uv's cache of this user's packages
+environments/packages                   the archives that environments were made of, for all users and other nodes (`packages`)
 environments/scratch                    directories of programs that run, each removed with its end
 
 A build has a directory of its own: the program of a daemon that was killed may still write into its own.
 
-Users share nothing here, since a plain process may write what its daemon's user can. uv reads two files of the job and runs
-outside of the guest's sandbox: it builds no packages, reads no settings, asks no address but the owner's index, and looks for no
-workspace above the project (`BARRIER`). Its only look at an environment with Python is before the first package is in it, since
+Users share nothing that was unpacked, since a plain process may write what its daemon's user can. They share archives: whoever
+unpacks one compares it with the hash of the lock. uv reads two files of the job and runs outside of the guest's sandbox: it
+builds no packages, reads no settings, reaches no address but this node's packages, and looks for no workspace above the project
+(`BARRIER`). Its only look at an environment with Python is before the first package is in it, since
 packages may have code that runs whenever Python starts. Each program has a home and a place for temporary files of its own, where
 no other user can put anything and where none of the owner's passwords are.
-Conda packages come from the owner's channels, and none of their code is run (`rattler_program`).
+None of the code of conda packages is run (`rattler_program`).
 """
 
 import asyncio
@@ -42,6 +44,8 @@ from mesh.execution.control_files import read_file
 from mesh.execution.disk_usage import blocks, tree_use
 from mesh.execution.engine import INSIDE
 from mesh.jobs.image_python import ImagePython
+from mesh.jobs.package_origins import PackageOrigins
+from mesh.jobs.packages import HOST, Neighbours, Packages
 from mesh.model.environment import (
     CONDA_PLATFORMS,
     EXPLICIT,
@@ -49,8 +53,10 @@ from mesh.model.environment import (
     CondaList,
     Environment,
     EnvironmentRefused,
+    PackageFile,
     UvProject,
     conda_packages_of,
+    files_of,
     packages_of,
     python_of,
 )
@@ -60,7 +66,7 @@ from mesh.util.isolated import isolated
 from mesh.util.redaction import redacted
 from mesh.util.remembered import Remembered
 
-MARK, ENV, CACHE, INDEX, CONDA, SCRATCH = "complete", "env", "cache", "index", "conda", "scratch"
+MARK, ENV, CACHE, PACKAGES, SCRATCH = "complete", "env", "cache", "packages", "scratch"
 BARRIER = "[tool.uv.workspace]\n"  # a workspace without members: uv looks no further up
 ASK_S, BUILD_S = 60.0, 1800.0  # for uv to read a lock, and to fetch and install it (own choice)
 LOOK_S = 2.0  # between looks at the size of what is built (own choice)
@@ -102,14 +108,17 @@ class Recipe(NamedTuple):
 
 
 class Environments:
-    """`index`: where wheels come from: the address of an index, a directory with wheels, or empty for the cache alone.
+    """`index` and `channels`: where packages may come from outside of the mesh (`PackageOrigins`).
 
-    `channels`: the addresses of the channels that conda packages may come from.
+    A node whose index wants a password gives no packages to `neighbours`: they may not be for everybody.
     """
 
-    def __init__(self, directory: Path, index: str, quota_bytes: int, channels: Sequence[str] = ()) -> None:
-        self._directory, self._index, self._quota = directory, index, quota_bytes
-        self._channels = [channel.rstrip("/") for channel in channels]
+    def __init__(
+        self, directory: Path, index: str, quota_bytes: int, channels: Sequence[str], neighbours: Neighbours
+    ) -> None:
+        self._directory, self._quota = directory, quota_bytes
+        origins = PackageOrigins(index, [channel.rstrip("/") for channel in channels])
+        self.packages = Packages(directory / PACKAGES, quota_bytes, origins, "@" not in index, neighbours)
         self._reading = asyncio.Lock()  # one lock at a time: it takes memory
         self._building = asyncio.Lock()  # one at a time: it takes the disk and the network
         self._used = Counter[Path]()
@@ -195,7 +204,10 @@ class Environments:
         if inside is not None:
             inside.check(wanted)
         python = inside or await self._own_python(wanted)
-        return Recipe("uv", packages, python.identity, lambda place: self._install_wheels(place, packages, python))
+        files = files_of(packages, lock)
+        return Recipe(
+            "uv", packages, python.identity, lambda place: self._install_wheels(place, packages, files, python)
+        )
 
     async def _packages_of(self, script: bool, source: str, lock: str) -> list[str]:
         """Return the packages of a lock by uv, which reads these files in a directory of their own."""
@@ -225,7 +237,9 @@ class Environments:
         self._pythons.keep(wanted, found)
         return found
 
-    async def _install_wheels(self, place: Path, packages: Sequence[str], python: OwnPython | ImagePython) -> None:
+    async def _install_wheels(
+        self, place: Path, packages: Sequence[str], files: Sequence[PackageFile], python: OwnPython | ImagePython
+    ) -> None:
         env = place / ENV
         if isinstance(python, OwnPython):
             await self._uv(["venv", "--offline", "--no-project", "--python", str(python.path), str(env)], ASK_S, place)
@@ -239,29 +253,24 @@ class Environments:
             listed.write_text("\n".join(packages) + "\n")
             order = ["pip", "install", "--no-deps", "--require-hashes", "--no-build", "--requirements", str(listed)]
             order += [*there, "--cache-dir", str(place.parent / CACHE)]
-            known = place.parent / INDEX
-            source, index = await asyncio.to_thread(self._source, known)
-            try:
-                await self._uv([*order, *source], BUILD_S, place, bounded=True, index=index)
-            except NoEnvironment as error:
-                hint = "" if self._index else "; its owner allows no index here (uv_index in config.toml)"
-                raise NoEnvironment(f"{error}{hint}") from error
-            if self._index.startswith("http"):
-                await asyncio.to_thread(write_durably, known, self._index.encode())
+            async with self._source(files) as variables:
+                index = {"UV_DEFAULT_INDEX": f"http://{HOST}/simple", "UV_HTTP_TIMEOUT": f"{BUILD_S:.0f}"}
+                await self._uv(order, BUILD_S, place, bounded=True, variables=variables | index)
         if isinstance(python, ImagePython):
             await asyncio.to_thread(_place_scripts, env, site)
             await asyncio.to_thread(_let_read, env)
 
-    def _source(self, known: Path) -> tuple[list[str], str]:
-        """Return where uv looks for packages, as its arguments and an index.
-
-        `known`: a file with the index that it has asked last, by which its cache goes.
-        """
-        if not self._index:
-            return ["--offline"], known.read_text() if known.exists() else ""
-        if self._index.startswith("/"):
-            return ["--offline", "--no-index", "--find-links", self._index], ""
-        return [], self._index
+    @asynccontextmanager
+    async def _source(self, files: Sequence[PackageFile]) -> AsyncIterator[dict[str, str]]:
+        """Serve packages to a program with these variables. NoEnvironment says which it could not get."""
+        async with self.packages.serve(files) as build:
+            try:
+                yield dict(build.variables)
+            except NoEnvironment as error:
+                if not build.problems:
+                    raise
+                problem = redacted(build.problems[0].encode(), ()).decode()
+                raise NoEnvironment(f"its environment cannot be made on this node: {problem}") from error
 
     # --- of conda packages
 
@@ -275,18 +284,12 @@ class Environments:
         listed, seen = [str(package) for package in packages], INSIDE if contained else ""
 
         async def make(place: Path) -> None:
-            unknown = sorted({package.channel for package in packages} - set(self._channels))
-            if unknown:
-                allowed = ", ".join(self._channels) or "none"
-                raise NoEnvironment(
-                    f"its environment needs packages of {unknown[0]}, and its owner allows {allowed} here "
-                    "(conda_channels in config.toml)"
-                )
             lock, env = place / "packages.txt", place / ENV
             lock.write_text("\n".join([EXPLICIT, *listed]) + "\n")
             program = isolated("mesh.jobs", "rattler_program", packages=True)
-            words = [*map(str, (lock, env, place.parent / CACHE / CONDA)), seen or str(env)]
-            await self._ran([*program, "install", *words], BUILD_S, place, bounded=True)
+            words = [str(lock), str(env), f"http://{HOST}", seen or str(env)]
+            async with self._source([package.archive for package in packages]) as variables:
+                await self._ran([*program, "install", *words], BUILD_S, place, bounded=True, variables=variables)
             await asyncio.to_thread(trees.remove, place / "packages")
             if contained:
                 await asyncio.to_thread(_let_read, env)
@@ -299,13 +302,17 @@ class Environments:
         return [place for place in self._directory.glob("*/*-*") if place.is_dir()]
 
     async def _make_room(self) -> None:
-        """Remove environments that nobody uses, the longest unused first, and then caches, until half of the quota is free."""
+        """Remove packages beyond their bound, and environments and caches that nobody uses until half of the quota is free.
+
+        The longest unused go first, and caches last.
+        """
 
         def age(place: Path) -> float:
             with suppress(OSError):
                 return (place / MARK).stat().st_mtime
             return 0.0
 
+        await asyncio.to_thread(self.packages.store.trim)
         for old in [*sorted(self._places(), key=age), *self._directory.glob(f"*/{CACHE}")]:
             if not await asyncio.to_thread(self._takes_over, self._quota // 2):
                 return
@@ -343,13 +350,16 @@ class Environments:
             await asyncio.to_thread(trees.remove, place)
 
     async def _uv(
-        self, words: Sequence[str], within_s: float, where: Path | None = None, bounded: bool = False, index: str = ""
+        self,
+        words: Sequence[str],
+        within_s: float,
+        where: Path | None = None,
+        bounded: bool = False,
+        variables: Mapping[str, str] = {},
     ) -> str:
         program = find_uv()
         if program is None:
             raise NoEnvironment(NO_UV)
-        # An index may have a password, and any user can read the arguments of a program.
-        variables = {"UV_DEFAULT_INDEX": index} if index else {}
         return await self._ran([program, *words, *QUIET], within_s, where, bounded, variables)
 
     async def _ran(
@@ -360,7 +370,10 @@ class Environments:
         bounded: bool = False,
         variables: Mapping[str, str] = {},
     ) -> str:
-        """Return what a program prints; NoEnvironment if it fails, takes too long, or, if `bounded`, fills the quota."""
+        """Return what a program prints; NoEnvironment if it fails, takes too long, or, if `bounded`, fills the quota.
+
+        Any user can read the arguments of a program, and nobody else its `variables`.
+        """
         async with self._scratch() as home:
             env = {name: os.environ[name] for name in (*PASSED, *map(str.lower, PASSED)) if name in os.environ}
             env |= {"HOME": str(home), "TMPDIR": str(home), "UV_NO_BUILD": "1", "NO_COLOR": "1", **variables}

@@ -3,10 +3,10 @@
 The process has an end and bounds that its caller gives it, and does not end as others do: rattler's threads may still hold Python
 objects, and one process of ten would crash (measured with py-rattler 0.28).
 
-Packages are written by others, and rattler takes the paths that they name. So each archive is kept by its hash, unpacked, and
-checked as a whole before the first file is linked: no path and no link of a package may lead out of the environment. rattler then
-finds the unpacked packages where it keeps its own, and fetches nothing: the addresses that it is given lead nowhere. Scripts of
-packages are not run.
+Packages are written by others, and rattler takes the paths that they name. So each archive is compared with its hash, unpacked,
+and checked as a whole before the first file is linked: no path and no link of a package may lead out of the environment. rattler
+then finds the unpacked packages where it keeps its own, and fetches nothing: the addresses that it is given lead nowhere. Scripts
+of packages are not run.
 """
 
 import asyncio
@@ -76,21 +76,21 @@ async def solve(platform: str, channels: Sequence[str], specs: Sequence[str]) ->
         print(f"{record.url}#sha256:{record.sha256.hex() if record.sha256 else ''}")
 
 
-async def install(packages: Sequence[CondaPackage], place: str, cache: str, seen: str) -> None:
+async def install(packages: Sequence[CondaPackage], place: str, source: str, seen: str) -> None:
     """Make an environment of these packages in the directory `place`; BadPackage if one must not be in any.
 
-    `cache`: the directory of archives; `seen`: where guests see the environment.
+    `source`: the address below which archives are, by hash and name; `seen`: where guests see the environment.
     """
     import rattler
     from rattler.package_cache import PackageCache
 
-    env, archives = Path(place), Path(cache)
+    env = Path(place)
     unpacked, gate = env.with_name("packages"), asyncio.Semaphore(FETCHES)
     client = rattler.Client([rattler.networking.RetryMiddleware(TRIES)])  # it reads no passwords of the owner
 
     async def bring(package: CondaPackage) -> "RepoDataRecord":
         async with gate:
-            return await _unpack(package, await _fetch(package, archives, env.parent, client), unpacked)
+            return await _unpack(package, await _fetch(package, source, env.parent, client), unpacked)
 
     records = await asyncio.gather(*map(bring, packages))
     check(_entries(records, unpacked))
@@ -105,17 +105,14 @@ async def install(packages: Sequence[CondaPackage], place: str, cache: str, seen
     )
 
 
-async def _fetch(package: CondaPackage, archives: Path, scratch: Path, client: object) -> Path:
-    """Return the archive with the hash of the lock, which is fetched unless it is here."""
+async def _fetch(package: CondaPackage, source: str, scratch: Path, client: object) -> Path:
+    """Fetch the archive with the hash of the lock."""
     from rattler.package_streaming import download_to_path
 
-    path, fresh = archives / package.sha256 / package.file, scratch / package.file
-    if not path.exists() or await asyncio.to_thread(_digest, path) != package.sha256:
-        await download_to_path(client, f"{package.channel}/{package.subdir}/{package.file}", fresh)  # type: ignore[arg-type]
-        if await asyncio.to_thread(_digest, fresh) != package.sha256:
-            raise BadPackage(f"{package.file} has another hash in {package.channel} than in the lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.replace(path)
+    path = scratch / package.file
+    await download_to_path(client, f"{source}/{package.sha256}/{package.file}", path)  # type: ignore[arg-type]
+    if await asyncio.to_thread(_digest, path) != package.sha256:
+        raise BadPackage(f"{package.file} has another hash than in the lock")
     return path
 
 
@@ -137,6 +134,7 @@ async def _unpack(package: CondaPackage, archive: Path, unpacked: Path) -> "Repo
     except OSError as error:
         raise BadPackage(f"{package.file}: {error}") from error
     await asyncio.to_thread(extract, archive, unpacked / stem)
+    await asyncio.to_thread(archive.unlink)
     info = unpacked / stem / "info"
     files = [file.lstat() for file in info.glob("*.json")]
     if info.is_symlink() or any(not stat.S_ISREG(file.st_mode) or file.st_size > MOST_INFO_BYTES for file in files):

@@ -7,8 +7,9 @@ of the lock's own. With conda, the lock is a list of addresses with hashes, and 
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -27,6 +28,12 @@ _CONDA_PACKAGE = re.compile(
     r"(?P<file>(?P<name>[a-z0-9_][a-z0-9_.-]{0,99})-[A-Za-z0-9_][A-Za-z0-9_.!+]{0,59}-[A-Za-z0-9_][A-Za-z0-9_.+]{0,59}"
     r"(?:\.conda|\.tar\.bz2))#(?:sha256:)?(?P<sha256>[0-9a-f]{64})"
 )
+# A file of a package in a lock of uv, the name of a wheel (PEP 427), and that of a source package, which uv names in errors.
+_LOCKED = re.compile(r'(?:url|path) = "([^"\n]{1,2000})", hash = "sha256:([0-9a-f]{64})"')
+_WHEEL = re.compile(
+    r"[A-Za-z0-9_.]+-[A-Za-z0-9_.!+]+(?:-[0-9][A-Za-z0-9_.]*)?-[A-Za-z0-9_.]+-[A-Za-z0-9_.]+-(?P<platform>[A-Za-z0-9_.]+)\.whl"
+)
+_SOURCE = re.compile(r"[A-Za-z0-9_.!+-]+\.(?:tar\.gz|zip)")
 _INLINE = re.compile(r"(?m)^# /// script\s*$")  # PEP 723
 
 
@@ -73,6 +80,26 @@ class CondaList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Environment = UvProject | CondaList
 
 
+class PackageFile(NamedTuple):
+    """The archive of a package, as a lock names it.
+
+    A wheel is below the name of its project in an index (`place`), a conda package below its platform in a `channel`.
+    """
+
+    name: str
+    sha256: bytes
+    place: str
+    channel: str = ""
+
+    def fits(self, machine: str) -> bool:
+        """Tell whether Linux on machines of this kind may use it; an image or a Python may still not."""
+        wheel = _WHEEL.fullmatch(self.name)
+        if wheel is None:
+            return self.channel != ""
+        platform = wheel["platform"]
+        return platform == "any" or ("linux" in platform and machine in platform)
+
+
 class CondaPackage(NamedTuple):
     """A package of a channel, for machines of this `subdir`; `file`: its archive there."""
 
@@ -84,6 +111,10 @@ class CondaPackage(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.channel}/{self.subdir}/{self.file}#sha256:{self.sha256}"
+
+    @property
+    def archive(self) -> PackageFile:
+        return PackageFile(self.file, bytes.fromhex(self.sha256), self.subdir, self.channel)
 
 
 def check_environment(environment: Environment) -> None:
@@ -109,6 +140,23 @@ def packages_of(exported: str) -> list[str]:
                 f"its lock has {line[:100]!r}: a package must come from an index, with a version and a hash, "
                 "and not from a path, an address or a repository"
             )
+    return found
+
+
+def files_of(packages: Sequence[str], lock: str) -> list[PackageFile]:
+    """Return the files of these packages of a lock of uv. Only names and hashes are taken from it, no addresses."""
+    names = dict[str, str]()
+    for address, sha256 in _LOCKED.findall(lock):
+        name = unquote(urlsplit(address).path.rpartition("/")[2])
+        if len(name) <= 255 and (_WHEEL.fullmatch(name) or _SOURCE.fullmatch(name)):
+            names[sha256] = name
+    found = []
+    for line in packages:
+        project = re.sub(
+            r"[-_.]+", "-", re.split(r"[\[=]", line, maxsplit=1)[0]
+        ).lower()  # as indexes have it (PEP 503)
+        hashes = re.findall("--hash=sha256:([0-9a-f]{64})", line)
+        found += [PackageFile(names[one], bytes.fromhex(one), project) for one in hashes if one in names]
     return found
 
 

@@ -45,6 +45,8 @@ ROUTES = (
     ("POST", "/v1/images/{image}/pieces"),
     ("GET", "/v1/images/{image}/fetch"),
     ("POST", "/v1/images/{image}/fetch"),
+    ("POST", "/v1/packages"),
+    ("POST", "/v1/packages/{digest}"),
     ("GET", "/v1/data/{manifest}"),
     ("GET", "/v1/data/{manifest}/held"),
     ("POST", "/v1/data/{manifest}/fetch"),
@@ -113,6 +115,8 @@ class Generator:
             return msgspec.msgpack.encode(batch)
         if path.startswith("/v1/chunks/"):
             return self._mutated(MissingQuery if "missing" in path else ChunkRequest)
+        if path.startswith("/v1/packages"):
+            return msgspec.msgpack.encode(self._replaced([draw.randbytes(32), 0]))
         if path.endswith("/share"):
             return self._mutated(Share)
         if path.startswith(("/v1/manifests", "/v1/submissions")):

@@ -41,7 +41,7 @@ class Receiver:
         )
         others: Any = [nothing] * 10
         self.handlers: Any = PeerHandlers(
-            nothing, nothing, nothing, nothing, jobs, nothing, nothing, nothing, (), *others[:6]
+            nothing, nothing, nothing, nothing, jobs, nothing, nothing, nothing, (), *others[:7]
         )
         self.handlers._admit = self._admit
 
@@ -93,7 +93,7 @@ async def test_members_that_drip_their_uploads_keep_no_other_out(
     trust: Any = SimpleNamespace(credentials=lambda peer, now: SimpleNamespace(node_id=peer))
     none: Any = None
     handlers = PeerHandlers(
-        trust, none, none, theirs, nothing, none, none, Wire(), (), none, none, none, none, none, none
+        trust, none, none, theirs, nothing, none, none, Wire(), (), none, none, none, none, none, none, none
     )
     app, over = web.Application(), asyncio.Event()
     app.add_routes([web.put("/v1/chunks", handlers._put_chunks)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.daemon.launcher import wait_ready
 from mesh.daemon.stack import Stack
 from tests.conda_channel import channel
 from tests.container_images import busybox_image, import_python, python_image
@@ -37,6 +38,18 @@ def test_job_runs_in_the_environment_of_its_lock(make_stack: MakeStack, tmp_path
         done = mesh(user, "run", "--uv", "--", "./alone.py", cwd=work)
         assert done.returncode == 1 and "Read-only file system" in done.stdout + done.stderr
         assert "1.0 " in ok(user, "run", "--uv", "--", "train.py", cwd=work)
+        # Another node whose owner allows no index makes it of the packages of this one.
+        other = next(node for node in stack.nodes if node is not host)
+        ok(other, "down")
+        stack.overrides.pop("uv_index")
+        stack.start(other)
+        assert other.process is not None
+        wait_ready(other.where, other.process, 60)
+        until(lambda: stack.sees(host, 2), "the other node to be back")
+        served.paths.clear()
+        shown = ok(host, "run", "--uv", "--on", other.nick, "--", "python", "train.py", cwd=work)
+        assert "1.0 " in shown and f"/{other.nick}/environments/" in shown
+        assert not served.paths, "no request left the mesh"
 
 
 def test_orders_that_cannot_be_met_say_what_to_do(shared: Stack, tmp_path: Path) -> None:

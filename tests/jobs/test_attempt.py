@@ -36,13 +36,13 @@ from mesh.execution.wrapped import WrappedGuest
 from mesh.jobs import attempt as attempt_module
 from mesh.jobs.attempt import Attempt, seen_places
 from mesh.jobs.attempt_secrets import AttemptSecrets
-from mesh.jobs.environments import Environments
 from mesh.jobs.logs import SNAPSHOT_BYTES
 from mesh.model.record import Attempt as Attempted
 from mesh.model.record import Commit, JobRecord
 from mesh.model.spec import Checkpointing
 from tests.ckptstore.worlds import open_store, save
 from tests.consensus.worlds import A, B, C, D, E, make_spec
+from tests.wheels import alone
 
 WAIT_S, MIB = 30.0, 1 << 20
 
@@ -123,7 +123,7 @@ class Place:
             self.events.put,
             lambda place: limit,
             AttemptSecrets(made, "attempt", False, Identity.generate(), SecretFiles(bytes(32)), nothing, lambda: None),
-            Environments(root / "environments", "", 1 << 30),
+            alone(root / "environments", "", 1 << 30),
             lambda text, new="": self.notes.append((text, new)),
         )
 

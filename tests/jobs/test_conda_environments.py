@@ -15,6 +15,7 @@ from mesh.model.environment import EXPLICIT, MOST_PACKAGES, CondaList, Environme
 from mesh.model.spec import Checkpointing, SpecError, encode_spec
 from tests.conda_channel import HERE, MINOR, PLACEHOLDER, Channel, File, HardLink, channel
 from tests.consensus.worlds import make_spec
+from tests.wheels import alone
 
 ADA, BOB, GIB = b"a" * 32, b"b" * 32, 1 << 30
 LOCK, HASH = CondaList("conda.lock"), "#sha256:" + "0" * 64
@@ -38,7 +39,7 @@ def project(place: Path, *lines: str) -> Path:
 
 
 def environments(tmp_path: Path, *channels: str) -> Environments:
-    return Environments(tmp_path / "environments", "", GIB, channels)
+    return alone(tmp_path / "environments", "", GIB, channels)
 
 
 def places(root: Path) -> list[Path]:
@@ -133,13 +134,14 @@ async def test_package_with_another_hash_is_refused(tmp_path: Path, served: Chan
     work, made = project(tmp_path / "work", *served.lines), environments(tmp_path, served.address)
     lines = (work / LOCK.lock).read_text()
     served.offer("native", {"lib/other": b"other"}, subdir=HERE, suffix=".tar.bz2")
-    with pytest.raises(NoEnvironment, match=r"native-1.0-0.tar.bz2 has another hash in .* than in the lock"):
+    with pytest.raises(NoEnvironment, match=r"native-1.0-0.tar.bz2: http.*: what it sends is not what its hash says"):
         await made.ready(ADA, LOCK, work, say)
     assert not places(tmp_path / "environments")
     # Nor is an archive that was changed here.
     project(work, *served.lines)
     await made.ready(ADA, LOCK, work, say)
-    (kept,) = (tmp_path / "environments").rglob("native-1.0-0.tar.bz2")
+    (digest,) = (line.rpartition(":")[2] for line in served.lines if "/native-" in line)
+    kept = tmp_path / "environments" / "packages" / "blobs" / digest
     kept.write_bytes(b"changed")
     served.paths.clear()
     await made.ready(BOB, LOCK, work, say)
@@ -163,7 +165,7 @@ async def test_quota_bounds_a_build(tmp_path: Path, served: Channel, monkeypatch
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     line = served.offer("large", {"share/large": bytes(256 << 20)})  # its archive is small
     work = project(tmp_path / "work", line)
-    small = Environments(tmp_path / "environments", "", 1 << 20, [served.address])
+    small = alone(tmp_path / "environments", "", 1 << 20, [served.address])
     with pytest.raises(NoEnvironment, match="env_cache_gib"):
         await small.ready(ADA, LOCK, work, say)
     assert not places(tmp_path / "environments")

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import tracemalloc
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from mesh.jobs import environments as module
-from mesh.jobs.environments import MARK, Environments, NoEnvironment, find_uv
+from mesh.jobs.environments import MARK, NoEnvironment, find_uv
 from mesh.jobs.image_python import ImagePython
 from mesh.model.environment import MOST_PACKAGES, EnvironmentRefused, UvProject, packages_of, python_of
 from mesh.model.spec import Checkpointing, SpecError, encode_spec
 from mesh.util.trees import DEEPEST
 from tests.consensus.worlds import make_spec
-from tests.wheels import Index, index, make_wheel
+from tests.wheels import Index, alone, index, make_wheel
 
 ADA, BOB, GIB = b"a" * 32, b"b" * 32, 1 << 30
 HASH = f"--hash=sha256:{'0' * 64}"
@@ -53,7 +54,7 @@ def places(root: Path) -> list[Path]:
 
 async def test_environment_is_built_once_and_used_again(tmp_path: Path, served: Index) -> None:
     work, root = served.project(tmp_path / "work"), tmp_path / "environments"
-    made = Environments(root, served.address, GIB)
+    made = alone(root, served.address, GIB)
     first, again = await asyncio.gather(*(made.ready(ADA, PROJECT, work, say) for _ in range(2)))
     assert first == again and await version_in(first) == "1.0"
     assert sum(".whl" in path and "metadata" not in path for path in served.paths) == 1
@@ -61,7 +62,7 @@ async def test_environment_is_built_once_and_used_again(tmp_path: Path, served: 
     begun = time.monotonic()
     assert await made.ready(ADA, PROJECT, work, say) == first
     print(f"second start: {time.monotonic() - begun:.3f} s")
-    restarted = Environments(root, served.address, GIB)
+    restarted = alone(root, served.address, GIB)
     restarted.clear()
     assert await restarted.ready(ADA, PROJECT, work, say) == first
     # A script with the same packages has the same environment.
@@ -70,7 +71,7 @@ async def test_environment_is_built_once_and_used_again(tmp_path: Path, served: 
 
 async def test_users_share_nothing(tmp_path: Path, served: Index) -> None:
     work, root = served.project(tmp_path / "work"), tmp_path / "environments"
-    made = Environments(root, served.address, GIB)
+    made = alone(root, served.address, GIB)
     ada, bob = [await made.ready(user, PROJECT, work, say) for user in (ADA, BOB)]
     files = [{path.lstat().st_ino for path in place.parents[1].rglob("*")} for place in (ada, bob)]
     assert ada.parents[1] != bob.parents[1] and not files[0] & files[1], "not even by links"
@@ -80,34 +81,45 @@ async def test_no_index_is_asked_unless_the_owner_allows_it(tmp_path: Path, serv
     """The lock names the index: that alone has a node ask nobody."""
     work, root = served.project(tmp_path / "work"), tmp_path / "environments"
     with pytest.raises(NoEnvironment, match="its owner allows no index here"):
-        await Environments(root, "", GIB).ready(ADA, PROJECT, work, say)
+        await alone(root, "", GIB).ready(ADA, PROJECT, work, say)
     assert not served.paths and not places(root)
-    allowed = await Environments(root, served.address, GIB).ready(ADA, PROJECT, work, say)
+    allowed = await alone(root, served.address, GIB).ready(ADA, PROJECT, work, say)
     (allowed.parent / MARK).unlink()
     served.paths.clear()
-    cached = await Environments(root, "", GIB).ready(ADA, PROJECT, work, say)
+    cached = await alone(root, "", GIB).ready(ADA, PROJECT, work, say)
     assert not served.paths and await version_in(cached) == "1.0", "from uv's cache"
-    wheels = Environments(tmp_path / "others", str(served.wheels), GIB)
+    wheels = alone(tmp_path / "others", str(served.wheels), GIB)
     assert await version_in(await wheels.ready(ADA, PROJECT, work, say)) == "1.0", "from a directory"
     assert not served.paths
 
 
-async def test_password_of_an_index_is_shown_to_nobody(tmp_path: Path, served: Index) -> None:
+async def test_password_of_an_index_is_shown_to_nobody(
+    tmp_path: Path, served: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work, root = served.project(tmp_path / "work"), tmp_path / "environments"
     served.going.clear()
     named = served.address.replace("http://", "http://lab:s3cr3t@")
-    building = asyncio.create_task(Environments(root, named, GIB).ready(ADA, PROJECT, work, say))
+    building = asyncio.create_task(alone(root, named, GIB).ready(ADA, PROJECT, work, say))
     await asyncio.to_thread(served.asked.wait, 60)
     commands = [place for place in Path("/proc").glob("[0-9]*/cmdline") if str(root).encode() in read(place)]
-    assert commands and not [place for place in commands if b"s3cr3t" in read(place)], "its arguments are for everybody"
-    (variables,) = [place.with_name("environ") for place in commands if b"s3cr3t" in read(place.with_name("environ"))]
-    assert variables.stat().st_mode & 0o777 == 0o400 and variables.stat().st_uid == os.geteuid()
+    variables = [place.with_name("environ") for place in commands]
+    assert commands and not [place for place in (*commands, *variables) if b"s3cr3t" in read(place)], (
+        "uv has no use for it"
+    )
+    assert {place.stat().st_mode & 0o777 for place in variables} == {0o400}, "they have the password of the packages"
     served.going.set()
     assert await version_in(await building) == "1.0"
+    assert served.named == {"Basic " + b64encode(b"lab:s3cr3t").decode()}
     for wrong in ("lab:s3cr3t@127.0.0.1:999999", "s3cr3t@127.0.0.1:999999", "lab:s3c@r3t@127.0.0.1:999999"):
-        with pytest.raises(NoEnvironment, match=r"removed.*invalid port") as raised:
-            await Environments(tmp_path / "others", f"http://{wrong}/simple", GIB).ready(ADA, PROJECT, work, say)
+        with pytest.raises(NoEnvironment, match="uv_index is no valid address") as raised:
+            await alone(tmp_path / "others", f"http://{wrong}/simple", GIB).ready(ADA, PROJECT, work, say)
         assert "r3t" not in str(raised.value)
+    program = tmp_path / "uv"
+    program.write_text('#!/bin/sh\necho "error: http://build:s3cr3t@host/ does not answer" >&2\nexit 1\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(module, "find_uv", lambda: str(program))
+    with pytest.raises(NoEnvironment, match=r"removed.*does not answer"):
+        await alone(tmp_path / "others", "", GIB)._own_python(">=3.11")
 
 
 async def test_lock_takes_no_more_memory_than_one_program_may(
@@ -119,7 +131,7 @@ async def test_lock_takes_no_more_memory_than_one_program_may(
     lock = (work / "uv.lock").read_text()
     hostile = lock.replace('name = "tinypkg" }', f'name = "tinypkg", marker = "{either}" }}', 1)
     assert len(hostile) - len(lock) < 1500
-    made = Environments(tmp_path / "environments", served.address, GIB)
+    made = alone(tmp_path / "environments", served.address, GIB)
     (work / "uv.lock").write_text(hostile)
     with pytest.raises(NoEnvironment, match="memory allocation"):
         await made.ready(ADA, PROJECT, work, say)
@@ -145,14 +157,14 @@ async def test_package_with_another_hash_is_refused(tmp_path: Path, served: Inde
     make_wheel(served.wheels, filler=64)
     (served.wheels / "index.html").write_text('<a href="tinypkg-1.0-py3-none-any.whl">tinypkg-1.0-py3-none-any.whl</a>')
     with pytest.raises(NoEnvironment, match=r"(?i)hash"):
-        await Environments(root, served.address, GIB).ready(ADA, PROJECT, work, say)
+        await alone(root, served.address, GIB).ready(ADA, PROJECT, work, say)
     assert not places(root)
 
 
 async def test_stop_in_the_middle_leaves_no_half_environment(tmp_path: Path, served: Index) -> None:
     work, root = served.project(tmp_path / "work"), tmp_path / "environments"
     served.going.clear()
-    made = Environments(root, served.address, GIB)
+    made = alone(root, served.address, GIB)
     building = asyncio.create_task(made.ready(ADA, PROJECT, work, say))
     await asyncio.to_thread(served.asked.wait, 60)
     (half,) = places(root)
@@ -163,7 +175,7 @@ async def test_stop_in_the_middle_leaves_no_half_environment(tmp_path: Path, ser
     assert not places(root) and not made._used
     (half / "env").mkdir(parents=True)  # as a crash leaves it
     served.going.set()
-    restarted = Environments(root, served.address, GIB)
+    restarted = alone(root, served.address, GIB)
     whole = await restarted.ready(ADA, PROJECT, work, say)
     assert whole.parent != half and await version_in(whole) == "1.0"
     restarted.clear()
@@ -177,12 +189,12 @@ async def test_quota_bounds_a_build_and_removes_the_longest_unused(
     with index(tmp_path / "index", filler=8 << 20) as served:
         work, root = served.project(tmp_path / "work"), tmp_path / "environments"
         served.going.clear()
-        small = Environments(root, served.address, 1 << 14)
+        small = alone(root, served.address, 1 << 14)
         with pytest.raises(NoEnvironment, match="env_cache_gib"):
             await small.ready(ADA, PROJECT, work, say)
         assert not places(root)
         served.going.set()
-        made = Environments(root, served.address, 30 << 20)
+        made = alone(root, served.address, 30 << 20)
         ada, bob = [await made.ready(user, PROJECT, work, say) for user in (ADA, BOB)]
         os.utime(ada.parent / MARK, (1, 1))
         made.release(bob)
@@ -201,7 +213,7 @@ async def test_quota_counts_files_of_any_size_and_place(tmp_path: Path, served: 
     served.offer(make_wheel(served.wheels, more=files[manner]))
     work = served.project(tmp_path / "work")
     most = GIB if manner == "too deep to count" else 4 << 20
-    made = Environments(tmp_path / "environments", served.address, most)
+    made = alone(tmp_path / "environments", served.address, most)
     with pytest.raises(NoEnvironment, match="env_cache_gib"):
         await made.ready(ADA, PROJECT, work, say)
     assert not places(tmp_path / "environments")
@@ -245,10 +257,10 @@ async def test_nothing_but_the_two_files_says_what_is_installed(
         "PIP_EXTRA_INDEX_URL",
     ):
         monkeypatch.setenv(name, elsewhere)
-    made = Environments(root, served.address, GIB)
+    made = alone(root, served.address, GIB)
     assert await version_in(await made.ready(ADA, project, work, say)) == "1.0"
-    with pytest.raises(NoEnvironment, match="401 Unauthorized"):
-        closed = Environments(tmp_path / "others", served.address.replace("simple", "closed"), GIB)
+    with pytest.raises(NoEnvironment, match="it answers 401"):
+        closed = alone(tmp_path / "others", served.address.replace("simple", "closed"), GIB)
         await closed.ready(ADA, project, work, say)
     assert served.paths and not served.named, "the owner's passwords are for the owner"
     assert {path.name for path in home.rglob("*")} == {".netrc", ".config", "uv", "uv.toml", ".python-version"}
@@ -264,7 +276,7 @@ async def test_files_of_the_owner_are_not_read(tmp_path: Path, served: Index, na
     work = served.project(tmp_path / "work")
     (tmp_path / "secret").write_text((work / name).read_text())
     (work / name).unlink()
-    made = Environments(tmp_path / "environments", served.address, GIB)
+    made = alone(tmp_path / "environments", served.address, GIB)
     with pytest.raises(EnvironmentRefused, match=f"has no {name}: `uv lock`"):
         await made.ready(ADA, PROJECT, work, say)
     (work / name).symlink_to(tmp_path / "secret")
@@ -274,7 +286,7 @@ async def test_files_of_the_owner_are_not_read(tmp_path: Path, served: Index, na
 
 async def test_source_packages_and_addresses_are_refused(tmp_path: Path, served: Index) -> None:
     work = served.project(tmp_path / "work")
-    made = Environments(tmp_path / "environments", served.address, GIB)
+    made = alone(tmp_path / "environments", served.address, GIB)
     lock = (work / "uv.lock").read_text()
     wheel = "tinypkg-1.0-py3-none-any.whl"
     (work / "uv.lock").write_text(
@@ -294,7 +306,7 @@ async def test_source_package_is_not_built(tmp_path: Path, served: Index) -> Non
     address = f"{served.address}/tinypkg/{source.name}"
     sdist = f'sdist = {{ url = "{address}", hash = "sha256:{digest}" }}'
     (work / "uv.lock").write_text(re.sub(r"wheels = \[.*?\n\]", sdist, lock, flags=re.S))
-    made = Environments(tmp_path / "environments", served.address, GIB)
+    made = alone(tmp_path / "environments", served.address, GIB)
     for inside in (None, as_image()):
         with pytest.raises(NoEnvironment, match="no usable wheels"):
             await made.ready(ADA, PROJECT, work, say, inside)
@@ -341,7 +353,7 @@ async def test_error_says_how_to_get_uv(tmp_path: Path, served: Index, monkeypat
     work = served.project(tmp_path / "work")
     monkeypatch.setattr(module, "find_uv", lambda: None)
     with pytest.raises(NoEnvironment, match="pip install uv"):
-        await Environments(tmp_path / "e", served.address, GIB).ready(ADA, PROJECT, work, say)
+        await alone(tmp_path / "e", served.address, GIB).ready(ADA, PROJECT, work, say)
     assert find_uv() is not None
 
 
@@ -357,7 +369,7 @@ def as_image(version: str = "", platform: str = "x86_64-manylinux_2_28") -> Imag
 
 async def test_environment_for_an_image_is_laid_out_for_its_python(tmp_path: Path, served: Index) -> None:
     work, root = served.project(tmp_path / "work"), tmp_path / "environments"
-    made = Environments(root, served.address, GIB)
+    made = alone(root, served.address, GIB)
     inside = await made.ready(ADA, PROJECT, work, say, as_image())
     assert await version_in(inside) == "1.0", "by the image's own program, which is at its path here too"
     assert (inside / "bin" / "tiny").read_text().startswith("#!/mesh/env/bin/python\n")
@@ -370,7 +382,7 @@ async def test_environment_for_an_image_is_laid_out_for_its_python(tmp_path: Pat
 
 async def test_environment_for_an_image_is_read_by_another_user(tmp_path: Path, served: Index) -> None:
     """A service has the umask 077, and the containers of root's daemon a user of their own."""
-    work, made = served.project(tmp_path / "work"), Environments(tmp_path / "environments", served.address, GIB)
+    work, made = served.project(tmp_path / "work"), alone(tmp_path / "environments", served.address, GIB)
     before = os.umask(0o077)
     try:
         inside = await made.ready(ADA, PROJECT, work, say, as_image())
@@ -416,11 +428,10 @@ async def test_program_of_a_package_replaces_no_python(tmp_path: Path) -> None:
 
 
 async def test_wheels_of_another_system_are_not_taken(tmp_path: Path, served: Index) -> None:
-    work = served.project(tmp_path / "work")
     (wheel,) = served.wheels.glob("*.whl")
-    native = wheel.rename(wheel.with_name("tinypkg-1.0-py3-none-manylinux_2_34_x86_64.whl"))
-    (served.wheels / "index.html").write_text(f'<a href="{native.name}">{native.name}</a>')
-    made = Environments(tmp_path / "environments", served.address, GIB)
+    served.offer(wheel.rename(wheel.with_name("tinypkg-1.0-py3-none-manylinux_2_34_x86_64.whl")))
+    work = served.project(tmp_path / "work")
+    made = alone(tmp_path / "environments", served.address, GIB)
     for platform in ("x86_64-manylinux_2_28", "x86_64-unknown-linux-musl"):
         with pytest.raises(NoEnvironment, match="cannot be made on this node"):
             await made.ready(ADA, PROJECT, work, say, as_image(platform=platform))
@@ -432,12 +443,12 @@ async def test_wheels_of_another_system_are_not_taken(tmp_path: Path, served: In
 async def test_lock_for_another_python_than_the_image_has_is_refused(tmp_path: Path, served: Index) -> None:
     work, root = served.project(tmp_path / "work"), tmp_path / "environments"
     with pytest.raises(EnvironmentRefused, match=r"its lock is for Python >=3.11, and its image has 3.9.2"):
-        await Environments(root, served.address, GIB).ready(ADA, PROJECT, work, say, as_image("3.9.2"))
+        await alone(root, served.address, GIB).ready(ADA, PROJECT, work, say, as_image("3.9.2"))
     assert not served.paths and not places(root)
 
 
 async def test_image_is_asked_once_and_what_is_remembered_is_bounded(tmp_path: Path) -> None:
-    made, asked = Environments(tmp_path, "", GIB), list[str]()
+    made, asked = alone(tmp_path, "", GIB), list[str]()
 
     async def ask() -> ImagePython:
         asked.append("")

@@ -22,7 +22,6 @@ from mesh.consensus.reports import GuestStarted, VacateWanted
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
 from mesh.jobs import service as module
-from mesh.jobs.environments import Environments
 from mesh.jobs.input_queue import BATCH, LIMIT, InputQueue, Overloaded
 from mesh.jobs.logs import JobLogs
 from mesh.jobs.message_sender import MessageSender
@@ -30,6 +29,7 @@ from mesh.jobs.service import JobService
 from mesh.journal import Journal, JournalError
 from mesh.model.record import Config, JobRecord, Voter
 from tests.consensus.worlds import JOB, SPEC_BYTES, B, RunnerWorld, make_spec
+from tests.wheels import alone
 
 WAIT_S = 10.0
 
@@ -59,7 +59,7 @@ async def jobs(tmp_path: Path) -> AsyncIterator[JobService]:
         anything,
         tmp_path / "jobs",
         JobLogs(tmp_path / "logs"),
-        Environments(tmp_path / "environments", "", 0),
+        alone(tmp_path / "environments", "", 0),
         lambda place: 0,
     )
     yield service

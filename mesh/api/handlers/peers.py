@@ -1,4 +1,4 @@
-"""The API for other nodes: job messages, chunks, manifests, logs, images."""
+"""The API for other nodes: job messages, chunks, manifests, logs, images, packages."""
 
 import asyncio
 import logging
@@ -41,6 +41,7 @@ from mesh.images.rules import short
 from mesh.jobs.authority import is_user, may_order_image, runs
 from mesh.jobs.log_times import decode_piece
 from mesh.jobs.message_sender import BATCH_BYTES, BATCH_LIMIT, decode_batch
+from mesh.jobs.packages import MAX_LENGTHS_BYTES, MAX_QUESTION_BYTES, ROUTE, Packages, decode_question
 from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import Refused, SubmissionRetry
 from mesh.jobs.vouching import Refused as NotVouched
@@ -90,11 +91,12 @@ class PeerHandlers:
         tunnels: Tunnels,
         usage: UsageHandlers,
         data: DataLibrary,
+        packages: Packages,
     ) -> None:
         self._data = DataProvider(trust, membership, data, jobs, wire, tuple(accepts))
         self._trust, self._membership, self._journal = trust, membership, journal
         self._store, self._jobs, self._submissions = store, jobs, submissions
-        self._library, self._wire, self._accepts = library, wire, accepts
+        self._library, self._wire, self._accepts, self._packages = library, wire, accepts, packages
         self._lookup, self._logs, self._job_files = lookup, logs, files
         self._tunnels, self._usage_handlers = tunnels, usage
         self._refusals = jobs.replicator.refusals
@@ -131,6 +133,8 @@ class PeerHandlers:
             ("POST", "/v1/images/blobs/{hash}", self._image_blob, Bound(MAX_RECORDS)),
             ("GET", "/v1/images/{hash}/fetch", self._image_fetching, Bound()),
             ("POST", "/v1/images/{hash}/fetch", self._fetch_image, Bound()),
+            ("POST", ROUTE, self._which_packages, Bound(MAX_QUESTION_BYTES, answer=MAX_LENGTHS_BYTES)),
+            ("POST", f"{ROUTE}/{{hash}}", self._package, Bound(MAX_RECORDS)),
             *self._data.routes(self._admit),
         ]
         bounds = {(method, path): bound for method, path, _, bound in routes}
@@ -441,6 +445,24 @@ class PeerHandlers:
 
     def _how_far(self, config: bytes) -> web.Response:
         return web.Response(body=encode(how_far(self._library, config)))
+
+    # --- packages of environments
+
+    async def _which_packages(self, request: web.Request) -> web.Response:
+        """Answer which packages this node gives, to a member who knows their hashes."""
+        credentials, body = await self._admit(request)
+        hashes = self._read(decode_question, body)
+        lengths = await self._in_turn(credentials.node_id, lambda: self._packages.lengths(hashes))
+        return web.Response(body=encode(lengths))
+
+    async def _package(self, request: web.Request) -> web.StreamResponse:
+        """Give pieces of a package, to a member who knows its hash."""
+        credentials, body = await self._admit(request)
+        digest, numbers = id_in(request, "hash", 32), self._read(decode_pieces, body)
+        pieces = await asyncio.to_thread(self._packages.given, digest, numbers)
+        if pieces is None:
+            raise web.HTTPNotFound(text="this node does not give that package, or does not have it")
+        return (await given(request, self._wire, pieces, "package", credentials.node_id)).response
 
 
 def _refused(error: MeshError) -> web.HTTPException:

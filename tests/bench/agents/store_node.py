@@ -77,7 +77,22 @@ async def main() -> None:
     jobs: Any = SimpleNamespace(replicator=SimpleNamespace(refusals=Refusals()))
     absent = Mock()
     app = PeerHandlers(
-        trust, absent, absent, store, jobs, absent, absent, Wire(), (), absent, absent, absent, absent, absent
+        trust,
+        absent,
+        absent,
+        store,
+        jobs,
+        absent,
+        absent,
+        Wire(),
+        (),
+        absent,
+        absent,
+        absent,
+        absent,
+        absent,
+        absent,
+        absent,
     ).application()
     without_tls = web.Application()
     for each in (app, without_tls):
