@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mesh; files start in the order of tests/conftest.py.
 WORKERS ?= 6
 
-.PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-arrays bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-scale bench-adversary bench-images clean
+.PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-arrays bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-scale bench-adversary bench-environments bench-images clean
 
 # A smaller environment than the tests', unless theirs is there.
 demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
@@ -143,6 +143,9 @@ bench-sim: venv
 	$(PYTHON) -m tests.bench.sim $(BENCH_ARGS)
 
 # Needs root, dockerd, docker-registry and skopeo (Debian). Two minutes; `BENCH_ARGS="--rounds 1"` is shorter.
+bench-environments: venv
+	$(PYTHON) -m tests.bench.environments $(BENCH_ARGS)
+
 bench-images: venv
 	$(PYTHON) -m tests.bench.images $(BENCH_ARGS)
 
