@@ -73,11 +73,7 @@ def placed(spec: JobSpec, **fields: int) -> JobSpec:
 
 def test_place_goes_by_each_of_its_indices() -> None:
     place = ArrayPlace(ARRAY, 9, 1, 3, batch=3)
-    assert [text for text in ("8", "9", "10", "11", "12", "9-11", "09", "9-10", "") if place.has(text)] == [
-        "9",
-        "10",
-        "11",
-        "9-11",
-    ]
+    texts = ("8", "9", "10", "11", "12", "9-11", "1-100", "09", "9-10", "10-12", "")
+    assert [text for text in texts if place.has(text)] == ["9", "10", "11", "9-11", "1-100", "09"]
     single = ArrayPlace(ARRAY, 9, 1, 3)
-    assert single.label == "9" and single.has("9") and not single.has("9-9")
+    assert single.label == "9" and single.has("9") and single.has("9-9") and not single.has("10-12")
