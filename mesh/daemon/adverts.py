@@ -53,6 +53,7 @@ class AdvertPublisher:
         self._root, self._started_unix = root, started_unix
         self._published = (0, 0.0)  # version, when
         self.engine_states: dict[str, Availability] = {}
+        self._looked = False
 
     async def run(self) -> None:
         engines_due = time.monotonic() + ENGINES_EVERY_S
@@ -77,6 +78,7 @@ class AdvertPublisher:
         self._inventory.proxies = tuple(name for name in ready if self.engine_states[name].proxies)
         if "docker" in self.engine_states:
             self._inventory.system = self.engine_states["docker"].system
+        self._looked = True
 
     def guard_changed(self, problem: str) -> None:
         """Publish at once whether GPUs are guarded; `problem`: why they are not."""
@@ -86,7 +88,12 @@ class AdvertPublisher:
         self.publish(force=True)
 
     def publish(self, force: bool = False) -> None:
-        """Bring the advert up to date; publish it if it is another one or old, and with `force` in any case."""
+        """Bring the advert up to date; publish it if it is another one or old, and with `force` in any case.
+
+        Not before the first look at the engines: others would take it that this node has none, and refuse jobs for that.
+        """
+        if not self._looked:
+            return
         inventory, attendance = self._inventory, self._attendance
         if force:
             inventory.image_offer = self._library.offer()
