@@ -18,7 +18,7 @@ WAIT_S = 120.0  # the import of a framework takes ten seconds, more on a busy ma
 @pytest.mark.parametrize(
     ("program", "pace_s", "departure"),
     [
-        ("train_hf.py", 0.3, "its owner took the machine back"),
+        pytest.param("train_hf.py", 0.3, "its owner took the machine back", marks=pytest.mark.slow),
         ("train_lightning.py", 0.15, "moved by its user"),
     ],
 )
