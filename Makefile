@@ -3,9 +3,9 @@ PYTHON := .venv/bin/python
 PYTEST_ARGS ?=
 # Tests start thousands of Python processes. Without cached byte code, each compiles its modules: a third of a daemon's start.
 unexport PYTHONDONTWRITEBYTECODE
-# Six workers on two cores, since daemons wait more than they compute. The tests of a file stay on one worker, since many share a
+# Five workers on two cores, since daemons wait more than they compute. The tests of a file stay on one worker, since many share a
 # mesh; files start in the order of tests/conftest.py.
-WORKERS ?= 6
+WORKERS ?= 5
 
 .PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-arrays bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-scale bench-adversary bench-environments bench-images clean
 

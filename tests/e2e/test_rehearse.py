@@ -36,10 +36,14 @@ def rehearse(*arguments: str) -> tuple[int, str, str]:
 
 
 def flawed(flaw: str, *options: str, steps: int = 90, pace_s: float = 0.04) -> dict[str, Any]:
+    """Rehearse a program with a flaw; again, as the answer advises, while the machine is too busy for a verdict."""
     command = (sys.executable, "flawed.py", flaw, str(steps), str(pace_s))
-    code, text, _ = rehearse(*CKPT, *options, "--json", "--", *command)
-    answer: dict[str, Any] = json.loads(text)
-    assert answer["schema"] == 1 and answer["exit_code"] == code and answer["seconds"] > 0
+    for _ in range(3):
+        code, text, _ = rehearse(*CKPT, *options, "--json", "--", *command)
+        answer: dict[str, Any] = json.loads(text)
+        assert answer["schema"] == 1 and answer["exit_code"] == code and answer["seconds"] > 0
+        if answer["result"] != "inconclusive":
+            break
     return answer
 
 
