@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from membership.identity import Identity
-from mesh.images import blobs as blobs_module
 from mesh.images import fetcher as fetcher_module
 from mesh.images.blobs import PIECE_BYTES, BlobStore, FetchFailed
 from mesh.images.fetcher import BlobFetcher, Origin
 from mesh.images.messages import decode_pieces
-from mesh.rpc.client import Address, PeerClient
+from tests.images.holders import Holder, Holders, hurry
 from tests.images.samples import manifest_of
-from tests.rpc.nodes import client_of, node_named, serve
+from tests.rpc.nodes import node_named
 
 CONFIG, LAYERS = b'{"rootfs":{}}', (os.urandom(5 * PIECE_BYTES + 1000), b"small", b"")
 MANIFEST = manifest_of(CONFIG, LAYERS)
@@ -29,21 +27,12 @@ def digest(data: bytes) -> bytes:
     return sha256(data).digest()
 
 
-class Holder:
+class ImageHolder(Holder):
     """A node that gives the image, in its `manner`."""
 
     def __init__(self, manner: str, blobs: dict[bytes, bytes]) -> None:
-        self.manner, self.blobs = manner, blobs
-        self.given = 0
-
-    async def serve(self, identity: Identity) -> Address:
-        app = web.Application()
-        app.add_routes([web.post("/v1/images/blobs/{digest}", self._pieces)])
-        self._server, address = await serve(app, identity)
-        return address
-
-    async def close(self) -> None:
-        await self._server.close()
+        super().__init__(manner, {"/v1/images/blobs/{digest}": self._pieces})
+        self.blobs = blobs
 
     async def _pieces(self, request: web.Request) -> web.StreamResponse:
         wanted, asked = decode_pieces(await request.read()), bytes.fromhex(request.match_info["digest"])
@@ -78,37 +67,25 @@ class Holder:
         return response
 
 
-class World:
+class World(Holders[ImageHolder]):
     """A node without the image, and holders with different behaviour."""
 
     def __init__(self, directory: Path) -> None:
-        self.blamed: dict[bytes, str] = {}
+        super().__init__()
         self.store = BlobStore(directory, 1 << 40)
-        self.holders: dict[bytes, Holder] = {}
         self.listed = True
         self.lengths: dict[bytes, int] = {}  # that nodes give, if not the right one
-        self._peers: list[PeerClient] = []
 
     async def fetcher(self, blobs: dict[bytes, bytes] = BLOBS, **manners: str) -> BlobFetcher:
-        """Names are one letter."""
-        addresses = {}
-        for name, manner in manners.items():
-            node = node_named(name).node_id
-            self.holders[node] = Holder(manner, blobs)
-            addresses[node] = await self.holders[node].serve(node_named(name))
-        peers = await client_of(addresses)
-        self._peers.append(peers)
+        peers, nodes = await self.serve(**{name: ImageHolder(manner, blobs) for name, manner in manners.items()})
 
         def origin(digest: bytes, name: str) -> Origin:
             if not self.listed:
                 raise FetchFailed("it is not on the list of images")
             size = (self.store.described(digest) or (None,))[0]
-            return Origin({node: self.lengths.get(node, size) for node in addresses})
+            return Origin({node: self.lengths.get(node, size) for node in nodes})
 
-        def blame(node: bytes, what: str) -> None:
-            self.blamed.setdefault(node, what)
-
-        return BlobFetcher(b"me" * 16, self.store, peers, "/v1/images/blobs", origin, blame)
+        return BlobFetcher(b"me" * 16, self.store, peers, "/v1/images/blobs", origin, self.blame)
 
     async def brings(self, fetcher: BlobFetcher, *contents: bytes) -> None:
         """Have the image fetched as an engine asks for it: the manifest, then all blobs at once."""
@@ -122,18 +99,10 @@ class World:
         for data in (manifest, *blobs):
             assert self.store.path(digest(data)).read_bytes() == data
 
-    async def close(self) -> None:
-        for peers in self._peers:
-            await peers.close()
-        for holder in self.holders.values():
-            await holder.close()
-
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(fetcher_module, "RETRY_S", 0.05)
-    monkeypatch.setattr(fetcher_module, "PIECE_S", 2.0)
-    monkeypatch.setattr(blobs_module, "SPARE_BYTES", 0)
+    hurry(monkeypatch, 2.0)
     found = World(tmp_path)
     yield found
     await found.close()

@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.events import MemberView
-from membership.identity import Identity
 from mesh.images import blobs as blobs_module
-from mesh.images import fetcher as fetcher_module
 from mesh.images.blobs import PIECE_BYTES, FetchFailed
 from mesh.images.messages import decode_pieces
 from mesh.jobs.environments import Environments, NoEnvironment
@@ -39,9 +37,10 @@ from mesh.jobs.packages import (
     nearest,
 )
 from mesh.model.environment import EXPLICIT, CondaList, PackageFile, UvProject, conda_packages_of, files_of
-from mesh.rpc.client import Address, PeerClient, PeerError
+from mesh.rpc.client import PeerError
 from tests.conda_channel import channel
-from tests.rpc.nodes import client_of, node_named, serve
+from tests.images.holders import Holder, Holders, hurry
+from tests.rpc.nodes import node_named
 from tests.wheels import Index, index, make_wheel
 
 MOST = 1 << 30
@@ -51,20 +50,12 @@ NOBODY = Neighbours(b"m" * 32, cast(Any, None), lambda: [], lambda node, what: N
 A, B = (node_named(letter).node_id for letter in "ab")
 
 
-class Holder:
+class PackageHolder(Holder):
     """A node that gives packages, in its `manner`."""
 
     def __init__(self, packages: Packages, manner: str = "") -> None:
-        self.packages, self.manner, self.given = packages, manner, 0
-
-    async def serve(self, identity: Identity) -> Address:
-        app = web.Application()
-        app.add_routes([web.post(ROUTE, self._lengths), web.post(f"{ROUTE}/{{digest}}", self._pieces)])
-        self._server, address = await serve(app, identity)
-        return address
-
-    async def close(self) -> None:
-        await self._server.close()
+        super().__init__(manner, {ROUTE: self._lengths, f"{ROUTE}/{{digest}}": self._pieces})
+        self.packages = packages
 
     async def _lengths(self, request: web.Request) -> web.Response:
         hashes = decode_question(await request.read())
@@ -102,46 +93,31 @@ class Holder:
         return response
 
 
-class World:
+class World(Holders[PackageHolder]):
     """A node without packages, whose neighbours have them."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.blamed = directory, dict[bytes, str]()
-        self.holders: dict[bytes, Holder] = {}
-        self._peers: list[PeerClient] = []
+        super().__init__()
+        self.directory = directory
 
     async def neighbours(self, **manners: str) -> Neighbours:
-        addresses = {}
+        holders = {}
         for name, manner in manners.items():
             packages = Packages(self.directory / name, MOST, PackageOrigins("", ()), True, NOBODY)
             if manner != "says it has all":
                 packages.store.keep(WHEEL)
-            node = node_named(name)
-            self.holders[node.node_id] = Holder(packages, manner)
-            addresses[node.node_id] = await self.holders[node.node_id].serve(node)
-        peers = await client_of(addresses)
-        self._peers.append(peers)
-        return Neighbours(b"m" * 32, peers, lambda: list(addresses), self._blame)
-
-    def _blame(self, node: bytes, what: str) -> None:
-        self.blamed[node] = what
+            holders[name] = PackageHolder(packages, manner)
+        peers, nodes = await self.serve(**holders)
+        return Neighbours(b"m" * 32, peers, lambda: nodes, self.blame)
 
     async def packages(self, index: str = "", most: int = MOST, **manners: str) -> Packages:
         origins = PackageOrigins(index, ())
         return Packages(self.directory / "me", most, origins, True, await self.neighbours(**manners))
 
-    async def close(self) -> None:
-        for peers in self._peers:
-            await peers.close()
-        for holder in self.holders.values():
-            await holder.close()
-
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(fetcher_module, "RETRY_S", 0.05)
-    monkeypatch.setattr(fetcher_module, "PIECE_S", 1.0)
-    monkeypatch.setattr(blobs_module, "SPARE_BYTES", 0)
+    hurry(monkeypatch, 1.0)
     found = World(tmp_path)
     yield found
     await found.close()
