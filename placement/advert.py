@@ -11,12 +11,12 @@ import msgspec
 
 from membership.lengths import Text
 from membership.malformed import MALFORMED
+from placement.bounds import MAX_SLOTS
 from placement.rendezvous import lane
 
 MAX_WEIGHT = 64
 MAX_DRIVER_PARTS = 4
 MAX_GPUS = 64  # of a node
-MAX_SLOTS = 1024  # of a node, also in its settings (own choice)
 MAX_NUMBER = 1 << 53  # each is below: every reader can show it, as a time too
 MAX_IMAGES = 256  # of each kind; a section holds 16 KiB
 MAX_LINE = 300  # characters of a line on system checkpoints (own choice)

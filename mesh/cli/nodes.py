@@ -15,6 +15,7 @@ from mesh.daemon.launcher import daemon_command, log_tail, start_daemon, wait_re
 from mesh.util.errors import ConfigError, MeshError
 from mesh.util.processes import process_of
 from mesh.util.text import lend_lines, plural, when
+from placement.bounds import MAX_SLOTS
 
 ZONE_NODES_SHOWN = 6
 LOG_LINES = 50
@@ -30,7 +31,7 @@ LOG_LINES = 50
     help="Lend this machine, also after later starts: its GPUs, and --slots for jobs without a GPU.",
 )
 @click.option(
-    "--slots", type=click.IntRange(0, 1024), help="Number of jobs without a GPU that run at a time (default 1)."
+    "--slots", type=click.IntRange(0, MAX_SLOTS), help="Number of jobs without a GPU that run at a time (default 1)."
 )
 @click.option("--bind", metavar="ADDRESS", help="Address to listen on (default: all).")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port, UDP and TCP (default 7373).")

@@ -14,7 +14,7 @@ import msgspec
 
 from membership.config import MAX_RELAYED
 from mesh.util.errors import ConfigError
-from placement.advert import MAX_SLOTS
+from placement.bounds import MAX_SLOTS
 
 if TYPE_CHECKING:
     from mesh.execution.ceilings import Ceilings
