@@ -11,8 +11,8 @@ environments/scratch                    directories of programs that run, each r
 
 A build has a directory of its own: the program of a daemon that was killed may still write into its own.
 
-Users share nothing that was unpacked, since a plain process may write what its daemon's user can. They share archives: whoever
-unpacks one compares it with the hash of the lock. uv reads two files of the job and runs outside of the guest's sandbox: it
+Users share no unpacked files, since a plain process may write what its daemon's user can. They share archives, each of which is
+compared with the hash of the lock when it is unpacked. uv reads two files of the job and runs outside of the guest's sandbox: it
 builds no packages, reads no settings, reaches no address but this node's packages, and looks for no workspace above the project
 (`BARRIER`). Its only look at an environment with Python is before the first package is in it, since
 packages may have code that runs whenever Python starts. Each program has a home and a place for temporary files of its own, where
@@ -108,7 +108,7 @@ class Recipe(NamedTuple):
 
 
 class Environments:
-    """`index` and `channels`: where packages may come from outside of the mesh (`PackageOrigins`).
+    """`index` and `channels`: where packages may come from outside the mesh (`PackageOrigins`).
 
     A node whose index wants a password gives no packages to `neighbours`: they may not be for everybody.
     """
@@ -222,7 +222,7 @@ class Environments:
                 (alone / copied.lock).write_text(lock)
                 which = ["--script", copied.script] if script else ["--no-emit-project"]
                 order = ["export", "--frozen", "--offline", "--no-header", "--no-annotate"]
-                exported = await self._uv([*order, "--format", "requirements-txt", *which], ASK_S, alone)
+                exported = await self._ran(_uv(*order, "--format", "requirements-txt", *which), ASK_S, alone)
             found = packages_of(exported)
         self._packages.keep((script, source, lock), found)
         return found
@@ -231,7 +231,8 @@ class Environments:
         """Return a Python of this machine of one of these versions."""
         found = self._pythons.get(wanted)
         if found is None or found.stamp != _stamp(found.path):  # it was upgraded
-            path = Path((await self._uv(["python", "find", "--offline", "--no-project", wanted], ASK_S)).strip())
+            found_at = await self._ran(_uv("python", "find", "--offline", "--no-project", wanted), ASK_S)
+            path = Path(found_at.strip())
             version = await self._ran([str(path), "-I", "-c", "import sys; print(sys.version, sys.platform)"], ASK_S)
             found = OwnPython(path, version, _stamp(path))
         self._pythons.keep(wanted, found)
@@ -242,7 +243,8 @@ class Environments:
     ) -> None:
         env = place / ENV
         if isinstance(python, OwnPython):
-            await self._uv(["venv", "--offline", "--no-project", "--python", str(python.path), str(env)], ASK_S, place)
+            made_by = _uv("venv", "--offline", "--no-project", "--python", str(python.path), str(env))
+            await self._ran(made_by, ASK_S, place)
             there = ["--python", str(env / "bin" / "python")]
         else:
             site = await asyncio.to_thread(_lay_out, env, python)
@@ -255,7 +257,7 @@ class Environments:
             order += [*there, "--cache-dir", str(place.parent / CACHE)]
             async with self._source(files) as variables:
                 index = {"UV_DEFAULT_INDEX": f"http://{HOST}/simple", "UV_HTTP_TIMEOUT": f"{BUILD_S:.0f}"}
-                await self._uv(order, BUILD_S, place, bounded=True, variables=variables | index)
+                await self._ran(_uv(*order), BUILD_S, place, bounded=True, variables=variables | index)
         if isinstance(python, ImagePython):
             await asyncio.to_thread(_place_scripts, env, site)
             await asyncio.to_thread(_let_read, env)
@@ -348,19 +350,6 @@ class Environments:
             yield place
         finally:
             await asyncio.to_thread(trees.remove, place)
-
-    async def _uv(
-        self,
-        words: Sequence[str],
-        within_s: float,
-        where: Path | None = None,
-        bounded: bool = False,
-        variables: Mapping[str, str] = {},
-    ) -> str:
-        program = find_uv()
-        if program is None:
-            raise NoEnvironment(NO_UV)
-        return await self._ran([program, *words, *QUIET], within_s, where, bounded, variables)
 
     async def _ran(
         self,
@@ -476,6 +465,14 @@ def _stamp(python: Path) -> tuple[int, ...]:
         found = python.stat()
         return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
     return ()
+
+
+def _uv(*words: str) -> list[str]:
+    """Return a command of uv. NoEnvironment if it is not here."""
+    program = find_uv()
+    if program is None:
+        raise NoEnvironment(NO_UV)
+    return [program, *words, *QUIET]
 
 
 def find_uv() -> str | None:

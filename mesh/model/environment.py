@@ -145,6 +145,8 @@ def packages_of(exported: str) -> list[str]:
 
 def files_of(packages: Sequence[str], lock: str) -> list[PackageFile]:
     """Return the files of these packages of a lock of uv. Only names and hashes are taken from it, no addresses."""
+    from packaging.utils import canonicalize_name
+
     names = dict[str, str]()
     for address, sha256 in _LOCKED.findall(lock):
         name = unquote(urlsplit(address).path.rpartition("/")[2])
@@ -152,9 +154,7 @@ def files_of(packages: Sequence[str], lock: str) -> list[PackageFile]:
             names[sha256] = name
     found = []
     for line in packages:
-        project = re.sub(
-            r"[-_.]+", "-", re.split(r"[\[=]", line, maxsplit=1)[0]
-        ).lower()  # as indexes have it (PEP 503)
+        project = canonicalize_name(re.split(r"[\[=]", line, maxsplit=1)[0])
         hashes = re.findall("--hash=sha256:([0-9a-f]{64})", line)
         found += [PackageFile(names[one], bytes.fromhex(one), project) for one in hashes if one in names]
     return found
