@@ -33,10 +33,8 @@ from membership.reconcile import TOKEN_BYTES, AnyFrame, Done, FrameError, Relaye
 
 ANSWER = b"R"  # begin of the member's connections to its port
 ANSWER_S = 5.0  # for an answer of the other side, as for an exchange (own choice)
-MAX_JOINED, MAX_JOINED_PER_HOST = (
-    256,
-    64,
-)  # connections at a time; of a host, as many as a member may have (`mesh.rpc.server`)
+MAX_JOINED = 256  # connections at a time
+MAX_JOINED_PER_HOST = 64  # as many as a member may have (`mesh.rpc.server`)
 MAX_UNREAD = 64 * 1024  # bytes that wait to be sent to a member: it does not read
 LINGER_S = 5.0  # for one direction of a connection after the other has ended (own choice)
 PIECE_BYTES = 16 * 1024  # a ping waits for one of each busy connection of its member

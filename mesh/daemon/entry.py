@@ -10,7 +10,7 @@ def load() -> Callable[[], None]:
     # Else numpy starts a thread for each core that waits in a loop: a tenth of the time of a short fetch (own measurement).
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # aiohttp would read the machine's certificate authorities: a seventh of the start (own measurement). They are for
-    # servers outside of the mesh alone, and `images/outside.py` reads them.
+    # servers outside the mesh alone, and `images/outside.py` reads them.
     authorities = os.environ.get("SSL_CERT_FILE")
     os.environ["SSL_CERT_FILE"] = os.devnull
     # Modules are no garbage: to look for some while they load is a seventh of the start (own measurement), and later in vain.

@@ -118,7 +118,7 @@ class DataKeys:
         return cipher
 
     def _revoked(self, users: Collection[bytes]) -> set[NodeId]:
-        """Return the nodes of these users that are revoked, and those of whom this node does not know whose they were."""
+        """Return the revoked nodes of these users, and those whose user this node does not know."""
         seen = self._trust.seen()
         gone = {node for node in self._trust.revoked if node not in seen}
         for node, one in seen.items():

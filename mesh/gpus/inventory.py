@@ -54,8 +54,9 @@ def keep_lending(path: Path) -> None:
 
     OSError or ValueError if the last decision cannot be read or written.
     """
-    if not load_lending(path, False).lending:
-        write_durably(path, msgspec.json.encode(load_lending(path, True)))
+    kept = load_lending(path, False)
+    if not kept.lending:
+        write_durably(path, msgspec.json.encode(msgspec.structs.replace(kept, lending=True)))
 
 
 class Inventory:

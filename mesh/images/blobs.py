@@ -47,7 +47,7 @@ class Part:
         disk = os.statvfs(self._path.parent)
         free = disk.f_bavail * disk.f_frsize
         if free < len(data) + SPARE_BYTES or os.pwrite(self._file.fileno(), data, at) < len(data):
-            raise NoRoom(f"no space for it: {free >> 20} MiB free on {self._path.parent}, of which 1 GiB stays free")
+            raise NoRoom(f"no space for a blob: {free >> 20} MiB free on {self._path.parent}; 1 GiB stays free")
 
     def read(self, at: int) -> bytes:
         return os.pread(self._file.fileno(), PIECE_BYTES, at)

@@ -1,4 +1,4 @@
-"""Fetches blobs: from nodes that have them, in pieces from several at once, else from outside of the mesh if its owner allows it.
+"""Fetches blobs: from nodes that have them, in pieces from several at once, else from outside the mesh if its owner allows it.
 
 A blob that is not what its hash says is fetched again from one node at a time, so that it is certain whose pieces were wrong.
 """
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Origin(NamedTuple):
-    """Where a blob may be: nodes, and a way to fetch it from outside of the mesh, if there is one.
+    """Where a blob may be: nodes, and a way to fetch it from outside the mesh, if there is one.
 
     Each node comes with the length that it has there; None for that of a manifest, which nobody knows.
     """

@@ -1,4 +1,4 @@
-"""Servers outside of the mesh that this node's owner has named, as sources of blobs: registries, and indexes of packages.
+"""Servers outside the mesh that this node's owner has named, as sources of blobs: registries, and indexes of packages.
 
 The owner may name a server at any address. It may send this node on only to servers that the owner has named, or by TLS to public
 addresses, so that it does not reach services of this machine and its network through the daemon.

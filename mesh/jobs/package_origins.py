@@ -1,4 +1,4 @@
-"""Where packages of environments come from outside of the mesh: the index or directory of wheels, and the channels, of the owner.
+"""Sources of packages outside the mesh: the index or directory of wheels, and the channels, that the owner of a node allows.
 
 An archive is taken if it has the hash of the lock. Addresses in a lock play no part, except that a channel must be the owner's.
 """
@@ -35,13 +35,13 @@ class Address(NamedTuple):
 
 
 class PackageOrigins:
-    """What the owner allows. `index`: the address of an index, a directory of wheels, or empty."""
+    """The sources that the owner allows. `index`: the address of an index, a directory of wheels, or empty."""
 
     def __init__(self, index: str, channels: Sequence[str]) -> None:
         self._index, self._channels = index, channels
 
     def refusal(self, file: PackageFile) -> str:
-        """Return why a package may not come from outside of the mesh; empty if it may."""
+        """Return why a package may not come from outside the mesh; empty if it may."""
         if not file.channel:
             return "" if self._index else "its owner allows no index here (uv_index in config.toml)"
         if file.channel in self._channels:

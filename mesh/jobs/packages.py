@@ -1,7 +1,7 @@
 """Packages of environments: those of this node, which it gives to other nodes, and where one build gets those of its lock from.
 
 A package is an archive (a wheel, or a conda package), named by its SHA-256. It comes from this node's own ones, else from other
-nodes in pieces, as blobs of images do, else from outside of the mesh where the owner allows it. The packages are in a store of
+nodes in pieces, as blobs of images do, else from outside the mesh where the owner allows it. The packages are in a store of
 their own: a request for one reads nothing else.
 
 A build asks for packages over HTTP, at a proxy on loopback that knows one host, `HOST`, which has an index (PEP 503) with exactly
