@@ -101,8 +101,6 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
     if engine in IMAGE_ENGINES:
         if request.image is None:
             return [f"the {engine} engine needs an image: --image NAME"]
-        if engine == "apptainer" and request.gpus:
-            return ["its apptainer engine gives jobs no GPUs"]
         system = advert.system.refusal(request.gpus > 0, request.platform) if request.system else None
         return [reason for reason in (image_refusal(request, advert), system) if reason is not None]
     return []

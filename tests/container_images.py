@@ -68,7 +68,7 @@ def import_busybox(*programs: Path) -> str:
             tar.addfile(info)
         for program in programs:
             tar.add(program, f"bin/{program.name}")
-        for library in sorted({library for program in programs for library in _needed(program)}):
+        for library in sorted({library for program in programs for library in needed(program)}):
             tar.add(Path(library).resolve(), library)
     client: Any = docker.from_env()
     tag = os.urandom(6).hex()
@@ -187,7 +187,7 @@ def remove_images() -> None:
         client.close()
 
 
-def _needed(program: Path) -> list[str]:
+def needed(program: Path) -> list[str]:
     """Return the loader and libraries from `ldd`: `libc.so.6 => /lib/libc.so.6 (0x...)`, `/lib64/ld.so (0x...)`."""
     told = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
     return re.findall(r"(/\S+) \(0x", told)

@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import pytest
 
 from cuda_guard.build import find_compiler
+from cuda_guard.guard import Mount
+from mesh.execution.apptainer import gpus
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.engine import EngineError
 from mesh.execution.process.engine import ProcessEngine
@@ -19,6 +21,7 @@ from mesh.execution.process.sandbox import Sandbox
 from mesh.gpus.guarded_engine import GuardedEngine
 from mesh.util.boottime import boot_s
 from placement.advert import Portion
+from tests.apptainer import apptainer_engine, unpacked
 from tests.container_images import busybox_image
 from tests.execution.bench import Bench
 from tests.fake.build import build
@@ -266,13 +269,32 @@ env -i FAKE_GPU_WORLD=/mesh/work/world /bin/quota
 """
 
 
+@pytest.fixture
+def quota(tmp_path: Path) -> Path:
+    """Compile the program of the next tests."""
+    program, source = tmp_path / "quota", Path(__file__).parent / "quota.c"
+    subprocess.run(
+        [*find_compiler(), "-std=c11", source, "-o", program, "-ldl", "-Wl,--no-as-needed", "-lm"], check=True
+    )
+    return program
+
+
+async def until_limited(lab: Lab, mounts: Collection[Mount]) -> None:
+    """Wait for what the guest says of its quota, and compare it."""
+    await lab.until_logged("total")
+    assert lab.log.splitlines()[-3:] == ["kept", "writable", f"total {1024 * MIB}, half 0, more 2"]
+    modes = {fields[1]: fields[3][:2] for fields in map(str.split, lab.log.splitlines()) if len(fields) == 6}
+    for mount in mounts:
+        assert modes[str(mount.target)] == ("ro" if mount.read_only else "rw")
+    (tenant,) = lab.watched.guard.tenants
+    (use,) = tenant.usage()
+    assert 512 * MIB <= use.memory <= 1024 * MIB and (use.processes, use.refused) == (1, 1)
+
+
 @pytest.mark.docker
-async def test_container_cannot_change_quota(lab: Lab, tmp_path: Path) -> None:
+async def test_container_cannot_change_quota(lab: Lab, quota: Path) -> None:
     """Its programs load the guard by the loader's own file, without a variable. The engine is told of no device: there is no
     runtime of NVIDIA's here to ask for one."""
-    program = tmp_path / "quota"
-    source = Path(__file__).parent / "quota.c"
-    subprocess.run([*find_compiler(), source, "-o", program, "-ldl", "-Wl,--no-as-needed", "-lm"], check=True)
     (lab.root / "work" / "nothing").touch()
     lab.world.path.rename(lab.root / "work" / "world")
     tenant = lab.watched.guard.admit(lab.launch("true", gpus=(lab.portion(),)), own_root=True)
@@ -280,18 +302,36 @@ async def test_container_cannot_change_quota(lab: Lab, tmp_path: Path) -> None:
     engine = DockerEngine(f"test-{os.getpid()}")
     try:
         await engine.availability()
-        image = busybox_image(program)
+        image = busybox_image(quota)
         guest = await engine.start(lab.launch("sh", "-c", LOOK, image=image, injection=tenant.injection))
-        await lab.until_logged("total")
-        assert lab.log.splitlines()[-3:] == ["kept", "writable", f"total {1024 * MIB}, half 0, more 2"]
-        modes = {fields[1]: fields[3][:2] for fields in map(str.split, lab.log.splitlines()) if len(fields) == 6}
-        for mount in tenant.injection.mounts:
-            assert modes[str(mount.target)] == ("ro" if mount.read_only else "rw")
-        (use,) = tenant.usage()
-        assert 512 * MIB <= use.memory <= 1024 * MIB and (use.processes, use.refused) == (1, 1)
+        await until_limited(lab, tenant.injection.mounts)
         await guest.kill()
         async with asyncio.timeout(WAIT_S):
             while tenant.usage()[0].memory:
                 await asyncio.sleep(0.05)
     finally:
         await engine.close()
+
+
+@pytest.mark.apptainer
+async def test_apptainer_guest_cannot_change_quota(
+    lab: Lab, quota: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees the fake driver. A device file that Apptainer shows nobody stands for that of its GPU."""
+    monkeypatch.setattr(gpus, "device_files", lambda uuids: [Path("/dev/full")] if uuids == (lab.uuid,) else [])
+    (lab.root / "work" / "nothing").touch()
+    lab.world.path.rename(lab.root / "work" / "world")
+    image = unpacked(tmp_path / "images", quota)
+    inner = apptainer_engine(tmp_path)
+    lab.engine = GuardedEngine(inner, lab.watched.guard)
+    try:
+        wanted = {"image": "busybox", "image_id": image, "gpus": (lab.portion(),)}
+        await lab.start("sh", "-c", f"ls /dev; echo libs $LD_LIBRARY_PATH; {LOOK}", **wanted)
+        (tenant,) = lab.watched.guard.tenants
+        await until_limited(lab, tenant.injection.mounts)
+        seen = set(lab.log.splitlines())
+        await lab.guests[-1].kill()
+        assert lab.watched.guard.tenants == []
+        assert {"full", "libs /.singularity.d/libs"} <= seen
+    finally:
+        await inner.close()

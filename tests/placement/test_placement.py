@@ -245,7 +245,7 @@ def test_image_runs_by_docker_else_by_apptainer() -> None:
     assert "has no image" in refusals(Request(JOB, 0, "a", image="other"), only)[0]
     with_gpu = advert(NODES[0], engines=("apptainer",), images=("tool",), gpus=(gpu(1, 1000),))
     asks = Request(JOB, 0, "a", image="tool", gpus=1)
-    assert "its apptainer engine gives jobs no GPUs" in refusals(asks, with_gpu)
+    assert not [reason for reason in refusals(asks, with_gpu) if "apptainer" in reason]
 
 
 def test_impossible_request_is_refused_at_submission() -> None:

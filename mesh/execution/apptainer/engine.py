@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from cuda_guard.guard import Mount
+from mesh.execution.apptainer.gpus import mounts_of
 from mesh.execution.engine import (
     CKPT,
     CTL,
@@ -22,6 +24,7 @@ from mesh.execution.engine import (
     Availability,
     BadImage,
     EngineError,
+    Injection,
     Launch,
     contract_env,
 )
@@ -37,7 +40,7 @@ OPTIONS = ("--silent", "exec", "--userns", "--contain", "--cleanenv", "--no-eval
 NOT_INSTALLED = "Apptainer is not installed: `apt install apptainer`, or your cluster's"
 WEAKER = (
     "weaker than Docker: a short filter of system calls, user namespaces, /proc and /sys are in reach, and guests have the "
-    "daemon's user id; no network; no GPUs; images need /bin/sh; it shares the kernel"
+    "daemon's user id; no network; images need /bin/sh; it shares the kernel"
 )
 
 
@@ -66,11 +69,12 @@ class ApptainerEngine(ProcessEngine):
         return msgspec.structs.replace(state, isolation=WEAKER)
 
     async def _start(self, launch: Launch) -> ProcessGuest:
-        if launch.gpus:
-            raise EngineError("the apptainer engine gives jobs no GPUs")
         state = await self.availability()
         if not state.ok:
             raise EngineError(state.detail)
+        if launch.gpus:
+            seen = await asyncio.to_thread(mounts_of, launch.gpu_uuids, launch.injection.mounts)
+            launch = msgspec.structs.replace(launch, injection=Injection(mounts=seen))
         held = await asyncio.to_thread(self._hold, launch)
         try:
             guest = await super()._start(launch)
@@ -116,17 +120,16 @@ class ApptainerEngine(ProcessEngine):
 
     def _wrap(self, launch: Launch) -> list[str]:
         """Return the words in front of the guest's command."""
-        writable = {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
-        writable |= {place: place for place in (*TEMPORARY_PLACES, SHARED_MEMORY)}
-        readable = {shown.source: shown.target for shown in launch.data}
+        own = {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
+        own |= {place: place for place in (*TEMPORARY_PLACES, SHARED_MEMORY)}
+        readable = [(shown.source, shown.target) for shown in launch.data]
         if launch.environment is not None:
-            readable[launch.environment] = INSIDE
+            readable.append((launch.environment, INSIDE))
         if launch.secrets.directory is not None:
-            readable[SECRETS] = SECRETS
-        if odd := [path for path in (*writable, *readable, *readable.values()) if set(path) & set(':,"\\')]:
-            raise EngineError(f'Apptainer cannot show {odd[0]!r}: its name has one of : , " \\')
-        binds = [f"{source}:{target}" for source, target in writable.items()]
-        binds += [f"{source}:{target}:ro" for source, target in readable.items()]
+            readable.append((SECRETS, SECRETS))
+        shown = [Mount(Path(source), Path(target), read_only=False) for source, target in own.items()]
+        shown += [Mount(Path(source), Path(target)) for source, target in readable]
+        binds = [_bind(mount) for mount in (*shown, *launch.injection.mounts)]
         words = ["apptainer", *OPTIONS, "--home", f"{self._seen.home}:{HOME}", "--pwd", WORK]
         for bind in binds:
             words += ["--bind", bind]
@@ -135,3 +138,11 @@ class ApptainerEngine(ProcessEngine):
 
     def _check_command(self, launch: Launch, env: object, seen: object) -> None:
         """Do nothing: only the guest sees its image's programs."""
+
+
+def _bind(mount: Mount) -> str:
+    """Return the value of `--bind` that shows a file or directory."""
+    places = f"{mount.source}:{mount.target}"
+    if places.count(":") > 1 or set(places) & set(',"\\'):
+        raise EngineError(f'Apptainer cannot show {places!r}: a name has one of : , " \\')
+    return f"{places}:ro" if mount.read_only else places
