@@ -11,12 +11,13 @@ from contextlib import suppress
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 MMAP_FROM_BYTES, KEEP_BYTES = 16 << 20, 64 << 20
 
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, [ctypes.c_char_p, ctypes.c_ssize_t]
+
 
 def allocate(length: int) -> memoryview:
-    """Return an uninitialized buffer of this length."""
-    import numpy as np
-
-    return np.empty(length, np.uint8).data
+    """Return an uninitialized buffer of this length: `bytearray(length)` would write zeros first."""
+    return memoryview(_new_bytearray(None, length))
 
 
 def keep_freed_memory() -> None:

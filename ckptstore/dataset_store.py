@@ -345,9 +345,7 @@ class DataSets(ObjectStore):
 
 def any_set(data: Bytes) -> bool:
     """Tell whether any byte is not zero."""
-    import numpy as np
-
-    return bool(np.frombuffer(data, np.uint8).any())
+    return bytes(data) != bytes(len(data))
 
 
 class Bundled:

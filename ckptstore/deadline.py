@@ -77,27 +77,23 @@ def seconds(uploads: Sequence[Upload]) -> list[float]:
     return [upload.bytes / (upload.bps if upload.bps is not None and upload.bps > 0 else unknown) for upload in uploads]
 
 
+_Taken = tuple[int, "_Taken | None"]
+_State = tuple[int, float, _Taken | None]
+
+
 def on_time(times: Sequence[int], deadlines: Sequence[int], weights: Sequence[float]) -> frozenset[int]:
     """Return the heaviest set of jobs that one machine can finish on time, with integer times and deadlines; exact."""
-    import numpy as np  # imported late: see `encoding`
-
-    order = sorted(range(len(times)), key=lambda i: deadlines[i])
-    last = min(max(deadlines, default=0), sum(times))
-    best = np.full(last + 1, -np.inf)  # highest weight by time used
-    best[0] = 0.0
-    taken: list[np.ndarray] = []
-    for i in order:
-        chosen = np.zeros(last + 1, dtype=bool)
-        until = min(deadlines[i], last)
-        if times[i] <= until:
-            with_it = best[: until - times[i] + 1] + weights[i]
-            better = with_it > best[times[i] : until + 1]
-            chosen[times[i] : until + 1] = better
-            best[times[i] : until + 1] = np.where(better, with_it, best[times[i] : until + 1])
-        taken.append(chosen)
-    found, used = set(), int(np.argmax(best))
-    for i, chosen in zip(reversed(order), reversed(taken), strict=True):
-        if chosen[used]:
-            found.add(i)
-            used -= times[i]
+    # The states that can still be best: time used, weight, and the job added last, with the state before. Both numbers grow.
+    states: list[_State] = [(0, 0.0, None)]
+    for i in sorted(range(len(times)), key=lambda i: deadlines[i]):
+        fit = (state for state in states if state[0] + times[i] <= deadlines[i])
+        reached = [*states, *((used + times[i], weight + weights[i], (i, taken)) for used, weight, taken in fit)]
+        states = []
+        for state in sorted(reached, key=lambda state: (state[0], -state[1])):  # stable: the earlier of equal ones
+            if not states or state[1] > states[-1][1]:
+                states.append(state)
+    found, taken = set[int](), states[-1][2]
+    while taken is not None:
+        i, taken = taken
+        found.add(i)
     return frozenset(found)

@@ -44,9 +44,12 @@ class BuildGuard(Command):
         if machine is None or self.editable_mode or self.build_lib is None:
             return
         sys.path.insert(0, str(Path(__file__).parents[1]))  # the sources of a build are not installed
+        self.compile_for(machine, Path(self.build_lib))
+
+    def compile_for(self, machine: str, tree: Path) -> None:
         from cuda_guard.build import compile_into, portable_compiler
 
-        home = Path(self.build_lib) / "cuda_guard" / "lib" / machine
+        home = tree / "cuda_guard" / "lib" / machine
         shutil.rmtree(home.parent, ignore_errors=True)  # left by an earlier build, perhaps for another machine
         compile_into(home, portable_compiler(machine), ("-Wl,-s",))
 

@@ -1,13 +1,16 @@
-"""Build hooks: a wheel's commit, manual page, shell completions and systemd unit.
+"""Build hooks: a wheel's commit, libraries, manual page, shell completions and systemd unit.
 
-All but the commit is made of the commands themselves, and so needs what they import: click, msgspec, PyNaCl.
+The last three are made of the commands themselves, and so need what they import: click, msgspec, PyNaCl.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import Command
 from setuptools.command.sdist import sdist
+
+from cuda_guard.wheel import BuildGuard
 
 ROOT = Path(__file__).parents[1]
 COMPLETIONS = {
@@ -15,6 +18,19 @@ COMPLETIONS = {
     "zsh": "zsh/site-functions/_mesh",
     "fish": "fish/vendor_completions.d/mesh.fish",
 }
+
+
+class BuildNative(BuildGuard):
+    """Adds the library of byte planes, too."""
+
+    def compile_for(self, machine: str, tree: Path) -> None:
+        super().compile_for(machine, tree)
+        from ckptstore.planes import FILE, compile_into
+        from cuda_guard.build import portable_compiler
+
+        home = tree / "ckptstore" / "lib"
+        shutil.rmtree(home, ignore_errors=True)
+        compile_into(home / machine / FILE, portable_compiler(machine) or [])
 
 
 class BuildShare(Command):

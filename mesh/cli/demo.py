@@ -45,7 +45,7 @@ def demo(json_file: str | None, engine: str, epochs: int) -> None:
         raise MeshError("the demo runs from a checkout (docs/examples/train_digits.py): see README.md")
     for package in ("numpy", "sklearn"):
         if find_spec(package) is None:
-            raise MeshError("the demo needs scikit-learn, which is not installed: pip install scikit-learn")
+            raise MeshError(f"the demo needs {package}, which is not installed: pip install numpy scikit-learn")
     facts = Demo(engine, epochs).run()
     if json_file is not None:
         Path(json_file).write_text(json.dumps(facts, indent=2) + "\n")

@@ -57,7 +57,7 @@ KERNEL_WORDS = (
     "nvidia",
 )
 PROC = ("meminfo", "loadavg", "uptime", "version", "cmdline", "pressure/memory", "pressure/io", "pressure/cpu")
-PACKAGES = ("aiohttp", "click", "cryptography", "docker", "msgspec", "numpy", "nvidia-ml-py", "pynacl", "zeroconf")
+PACKAGES = ("aiohttp", "click", "cryptography", "docker", "msgspec", "nvidia-ml-py", "pynacl", "zeroconf")
 
 
 @click.command()

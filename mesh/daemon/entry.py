@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 def load() -> Callable[[], None]:
     """Load what a daemon consists of, and return what runs it."""
-    # Else numpy starts a thread for each core that waits in a loop: a tenth of the time of a short fetch (own measurement).
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # aiohttp would read the machine's certificate authorities: a seventh of the start (own measurement). They are for
     # servers outside the mesh alone, and `images/outside.py` reads them.
     authorities = os.environ.get("SSL_CERT_FILE")

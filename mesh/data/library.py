@@ -246,7 +246,7 @@ class DataLibrary:
     async def _add(
         self, work: Work, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool
     ) -> None:
-        from ckptstore.dataset_adder import Added, Adder, Progress  # it needs numpy
+        from ckptstore.dataset_adder import Added, Adder, Progress  # late: it needs zstd
 
         keys = [reader.key for reader in readers]
         cipher = None if everybody else await asyncio.to_thread(self.keys.for_version, name, keys)
