@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from mesh.cli.progress import progress
 from mesh.cli.terminal import json_option
 from mesh.util.duration import lasting
 from mesh.util.errors import ExitCode, MeshError
 from sim.campus.executors import KINDS, Kind, executor
 
 if TYPE_CHECKING:
-    import rich.progress
-
     from sim.campus.metrics import Result
     from sim.campus.study import Replication, Sample
 
 INTERRUPTED = 130
-QUIET_S, EVERY_S = 2.0, 5.0  # no progress before this, and between two lines (own choice)
+EVERY_S = 5.0  # between two lines of progress (own choice)
 
 
 class Computing(msgspec.Struct, frozen=True):
@@ -107,53 +106,31 @@ def _with_options(function: Callable[..., None], kind: type[Computing], options:
 
 
 class Progress:
-    """Progress on standard error: a bar on a terminal, else occasional lines. Stored results do not count for the time left."""
+    """The number of replications that are done, reported on standard error. Stored ones do not count for the time left."""
 
     def __init__(self, count: int) -> None:
         self.count, self.done, self.stored = count, 0, 0
         self._begun = time.monotonic()
-        self._next = self._begun + QUIET_S
-        self._bar: rich.progress.Progress | None = None
+        self._reporter = progress(self._words, EVERY_S)
 
     def __enter__(self) -> "Progress":
+        self._reporter.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._reporter.__exit__(kind, error, trace)
 
     def step(self, stored: bool = False) -> None:
         self.done += 1
         self.stored += stored
-        now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self.done)
-        elif now >= self._next and self.done < self.count:
-            self._next = now + EVERY_S
-            if sys.stderr.isatty():
-                self._bar = self._start_bar()
-            else:
-                spent, computed = now - self._begun, max(1, self.done - self.stored)
-                left = lasting(spent / computed * (self.count - self.done))
-                click.echo(f"mesh: {self.done} of {self.count} replications, {left} left ...", err=True)
 
-    def _start_bar(self) -> "rich.progress.Progress":
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("replications"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
-        bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        bar.add_task("", total=self.count, completed=self.done)
-        bar.start()
-        return bar
+    def _words(self) -> str:
+        computed = max(1, self.done - self.stored)
+        left_s = (time.monotonic() - self._begun) / computed * (self.count - self.done)
+        left = f", {lasting(left_s)} left" if self.done else ""
+        return f"{self.done} of {self.count} replications{left} ..."
 
 
 def perform(

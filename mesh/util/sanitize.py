@@ -52,16 +52,24 @@ def width_of(text: str) -> int:
     """Return the width of sanitized text in terminal cells."""
     if text.isascii():
         return len(text)
-    from rich.cells import cell_len
+    return sum(map(_cells, text))
 
-    return cell_len(text)
+
+def _cells(sign: str) -> int:
+    if unicodedata.category(sign) in {"Mn", "Me", "Cf"}:
+        return 0
+    return 2 if unicodedata.east_asian_width(sign) in {"W", "F"} else 1
 
 
 def cut(text: str, width: int, right: bool = False) -> str:
     """Return exactly `width` cells: padded with spaces, or cut with an ellipsis."""
     wide = width_of(text)
     if wide > width:
-        from rich.cells import set_cell_size
-
-        return set_cell_size(text, width - 1) + "…" if width > 0 else ""
+        kept, room = "", width - 1
+        for sign in text:
+            room -= _cells(sign)
+            if room < 0:
+                break
+            kept += sign
+        return cut(kept, width - 1) + "…" if width > 0 else ""
     return " " * (width - wide) + text if right else text + " " * (width - wide)

@@ -5,6 +5,7 @@ The clone contains what is committed. Pip uses its configured index; its cache a
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,9 @@ sys.path.insert(0, str(ROOT))
 from tests.bench.harness import not_run, row, write  # noqa: E402
 
 DEMO_S = 90.0
+FIRST_S, DEPENDENCIES_MIB = 8.0, 60
+TOOLS = {"pip", "setuptools", "_distutils_hack", "pkg_resources"}  # what a new environment has
+OURS = {"mesh", "membership", "placement", "ckptstore", "cuda_guard", "sim"}
 SHARED = (
     "share/man/man1/mesh.1",
     "share/bash-completion/completions/mesh",
@@ -68,6 +72,7 @@ def main() -> None:
             taken, _ = timed([place / "bin" / "pip", "install", "--quiet", package])
             check(place, commit)
             rows.append(row(f"the {name}, into a new environment", [taken], "s", goal="installs whole", met=True))
+        rows += first_nodes(here, wheel)
         home = {"PIPX_HOME": str(here / "pipx"), "PIPX_BIN_DIR": str(here / "bin"), "PIPX_MAN_DIR": str(here / "man")}
         taken, _ = timed([tools / "pipx", "install", "."], cwd=source, env={**os.environ, **home})
         said = timed([here / "bin" / "mesh", "--version"])[1]
@@ -84,6 +89,35 @@ def main() -> None:
         else:
             rows.append(not_run(measure, "s", goal, "add --demo to run it"))
     write("install", rows)
+
+
+def first_nodes(here: Path, wheel: Path) -> list[dict[str, Any]]:
+    """Time a new machine's way to its first `mesh nodes`, and weigh what was installed."""
+    place, state = here / "first", here / "state"
+    begun = time.perf_counter()
+    mesh = [environment(place, wheel) / "mesh", "--state", state]
+    timed([*mesh, "init", "lab"])
+    timed([*mesh, "up"])
+    try:
+        _, said = timed([*mesh, "nodes"])
+        taken = time.perf_counter() - begun
+    finally:
+        timed([*mesh, "down"])
+    if "1 node" not in said and socket.gethostname() not in said:
+        raise SystemExit(f"the first `mesh nodes` does not name this machine: {said}")
+    (site,) = (place / "lib").glob("python3.*/site-packages")
+    others = [each for each in site.iterdir() if each.name.split("-")[0] not in TOOLS | OURS | {"campus_mesh"}]
+    size = sum(file.stat().st_size for each in others for file in (each, *each.rglob("*")) if file.is_file()) / 2**20
+    return [
+        row("a wheel to the first `mesh nodes`", [taken], "s", goal=f"<= {FIRST_S:g} s", met=taken <= FIRST_S),
+        row(
+            "dependencies installed, with bytecode",
+            [size],
+            "MiB",
+            goal=f"<= {DEPENDENCIES_MIB} MiB",
+            met=size <= DEPENDENCIES_MIB,
+        ),
+    ]
 
 
 def check(place: Path, commit: str) -> None:

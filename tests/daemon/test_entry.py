@@ -13,7 +13,7 @@ from mesh.daemon.layout import Layout
 from mesh.daemon.process import LogFormatter, _words
 from mesh.gpus.inventory import load_lending
 
-RARE = {"cryptography", "h11", "packaging", "pathspec", "rich", "zeroconf"}
+RARE = {"cryptography", "h11", "packaging", "pathspec", "zeroconf"}
 START = f"""
 import os, sys
 from mesh.daemon.entry import load
