@@ -78,6 +78,7 @@ class Facts(msgspec.Struct, frozen=True):
     now_unix: float = 0.0
     free_bytes: int | None = None  # on the disk of the state directory
     limits_disk: bool = False  # the owner set `max_disk_mib_s`
+    native: bool = True  # checkpoints are compressed by a compiled library
 
 
 @click.command()
@@ -105,6 +106,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 
 def examine(where: Layout, get: Any) -> Facts:
+    from ckptstore import planes
     from membership.discovery import lan_addresses, own_addresses
 
     settings, settings_problem = _settings(where)
@@ -145,6 +147,7 @@ def examine(where: Layout, get: Any) -> Facts:
         now_unix=time.time(),
         free_bytes=_free(where),
         limits_disk=settings.max_disk_mib_s is not None,
+        native=planes.library() is not None,
     )
 
 
@@ -299,6 +302,9 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     yield _daemon(facts)
     yield from _ports(facts.ports)
     yield from _disk(facts)
+    if not facts.native:
+        what = "their numbers are compressed in Python, about ten times slower: there is no C compiler to make the library once"
+        yield warn("checkpoints", what, "`sudo apt install gcc libc6-dev`, then `mesh down && mesh up`")
     yield from _multicast_findings(facts)
     yield from _lending(facts)
     if facts.status is not None and facts.network is not None:

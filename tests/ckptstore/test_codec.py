@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptstore.codec import choose, decode, encode
@@ -30,6 +30,14 @@ def test_every_encoding_round_trips(data: bytes, other: bytes, encoding: Encodin
 def test_hostile_bytes_raise_corrupt_chunk(stored: bytes, codec: int, width: int, length: int) -> None:
     with contextlib.suppress(CorruptChunk):
         assert len(decode(stored, codec, width, length)) == length
+
+
+@given(st.integers(0, 9), st.integers(0, 9), CODINGS)
+def test_base_of_another_length_is_refused(length: int, other: int, encoding: Encoding) -> None:
+    assume(length != other)
+    stored = encode(bytes(length), encoding, bytes(length))
+    with pytest.raises(CorruptChunk):
+        decode(stored, encoding.codec, encoding.width, length, bytes(other))
 
 
 @pytest.mark.parametrize("size", [10, 1 << 26])

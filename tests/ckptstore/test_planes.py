@@ -90,6 +90,17 @@ def test_any_kind_of_memory_is_read_and_left_alone(way: str) -> None:
     assert bytes(planes.xor(b"", b"")) == b""
 
 
+def test_memory_outside_of_a_chunk_is_never_touched(way: str) -> None:
+    for width, data, base in ((3, 6, None), (0, 6, None), (4, 8, 7), (4, 8, 9), (8, 8, 0)):
+        with pytest.raises(ValueError):
+            planes.split(bytes(data), None if base is None else bytes(base), width)
+    for width, split, base, out in ((3, 6, None, 6), (4, 8, 7, 8), (4, 8, None, 4), (4, 8, None, 12), (4, 9, None, 9)):
+        with pytest.raises(ValueError):
+            planes.join(bytes(split), None if base is None else bytes(base), width, allocate(out))
+    with pytest.raises(ValueError):
+        planes.xor(b"ab", b"a")
+
+
 # --- where the library comes from
 
 

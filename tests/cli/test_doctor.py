@@ -263,3 +263,8 @@ def test_apptainer_is_named_where_it_could_run_images(apptainer: str, docker: bo
     other = {"ok": not apptainer and not docker, "detail": apptainer, "isolation": "", "unlimited": [], "limits_by": ""}
     found = diagnose(facts(status=status(engines={**engines, "apptainer": other})))
     assert any("apptainer" in one.check for one in found) == shown
+
+
+def test_doctor_says_that_checkpoints_are_slow_without_a_compiler() -> None:
+    found = worst(facts(native=False))
+    assert (found.check, found.state) == ("checkpoints", "warn") and "apt install gcc" in found.next
