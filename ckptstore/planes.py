@@ -1,7 +1,7 @@
 """Byte planes of chunks, and differences between chunks.
 
-`planes.c` does this where it has been compiled, Python about ten times slower elsewhere; a test compares the two. A wheel brings the
-library. From sources it is compiled once, at first use, beside this file or in the user's cache.
+`planes.c` does this where it has been compiled, Python about ten times slower elsewhere; a test compares the two. A wheel brings
+the library. From sources it is compiled once, at first use, beside this file or in the user's cache.
 """
 
 import ctypes
@@ -34,9 +34,9 @@ def split(data: Bytes, base: Bytes | None, width: int) -> memoryview:
 
     With a base of the same length, an element is the zigzag-encoded little-endian difference to that of the base.
     """
-    count = len(data) // width
     if width not in WIDTHS or (base is not None and len(base) != len(data)):
         raise ValueError(f"no differences of {len(data)} bytes in elements of {width}")
+    count = len(data) // width
     out = allocate(count * width)
     native = library()
     if native is None:
@@ -48,9 +48,14 @@ def split(data: Bytes, base: Bytes | None, width: int) -> memoryview:
 
 def join(planes: Bytes, base: Bytes | None, width: int, out: memoryview) -> None:
     """Invert `split`, into memory of as many bytes as there are in the planes. The base may be longer."""
-    count = len(planes) // width
-    if width not in WIDTHS or len(out) != count * width or (base is not None and len(base) < len(out)):
+    if (
+        width not in WIDTHS
+        or len(planes) % width
+        or len(out) != len(planes)
+        or (base is not None and len(base) < len(out))
+    ):
         raise ValueError(f"no {len(out)} bytes of planes of {width}")
+    count = len(planes) // width
     native = library()
     if native is None:
         _join(planes, base, width, out)
