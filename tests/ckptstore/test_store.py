@@ -898,14 +898,18 @@ def test_salvage_keeps_nobody_waiting_while_it_reads_and_writes(
 
 
 def test_salvage_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tree(tmp_path / "in", {"a": os.urandom(500)})
+    write_tree(tmp_path / "in", {"a": os.urandom(500), "b": os.urandom(500)})
     store = open_store(tmp_path / "store")
     saved = save(store, tmp_path / "in")
     (pack,) = store.packs.iterdir()
     before = descriptors_below(tmp_path)
 
+    intact = iter([True])
+
     def fails(*given: Any) -> bool:
-        raise OSError(errno.EIO, "the disk fails")
+        for answer in intact:
+            return answer
+        raise OSError(errno.EIO, "the disk fails")  # at the second chunk, so the first is written
 
     monkeypatch.setattr(store, "is_intact", fails)
     with pytest.raises(OSError, match="the disk fails"):
@@ -1057,13 +1061,13 @@ def test_stream_that_ends_is_counted_once(tmp_path: Path, monkeypatch: pytest.Mo
     store = open_store(tmp_path / "store", quota_bytes=1_000_000)
     ends, other = store.receive(1 << 30, "x"), store.receive(1 << 30, "x")
     ends.feed(frame(os.urandom(600_000)))
-    real = store.index.add
+    real = store.publish_pack
 
-    def meanwhile(*given: Any) -> None:
+    def meanwhile(writer: PackWriter) -> None:
+        real(writer)
         other.feed(frame(os.urandom(100_000)))
-        real(*given)
 
-    monkeypatch.setattr(store.index, "add", meanwhile)
+    monkeypatch.setattr(store, "publish_pack", meanwhile)
     assert ends.finish() == 1
     monkeypatch.undo()
     assert other.finish() == 1
@@ -1075,6 +1079,10 @@ def test_quota_is_enforced(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store", quota_bytes=4000)
     with pytest.raises(QuotaExceeded, match="nothing was saved"):
         save(store, tmp_path / "in")
+    assert store.manifests() == []
+    write_tree(tmp_path / "names", {f"{number:0200}": b"" for number in range(100)})
+    with pytest.raises(QuotaExceeded):
+        save(store, tmp_path / "names")  # the manifest counts, too
     assert store.manifests() == []
 
 
