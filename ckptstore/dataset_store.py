@@ -51,6 +51,7 @@ DECODED = 4  # chunks kept while files are written: the bundle of the files in a
 ROWS = 4096  # of a table in one statement
 PREFIX = "data/"  # of paths for `TreeWriter`, so that a link at the top cannot lead out
 READ_ONLY_FILE, READ_ONLY_DIRECTORY = 0o444, 0o555
+OWN_FILE = 0o644
 
 Report = Callable[[int], None]  # bytes done
 Part = tuple[bytes, int, int, int]  # of a file: a chunk and its length; offset and length in it
@@ -278,7 +279,17 @@ class DataSets(ObjectStore):
                 raise
         return path
 
-    def _write_tree(self, making: Path, root: Link, report: Report, cipher: StateCipher | None) -> None:
+    def copy_tree(
+        self, new: Path, root: Link, report: Report = lambda done: None, cipher: StateCipher | None = None
+    ) -> None:
+        """Write the files of a data set, each chunk verified, to a new directory whose owner may change them."""
+        with self.disk_errors():
+            new.mkdir(mode=0o700)
+            self._write_tree(new, root, report, cipher, OWN_FILE)
+
+    def _write_tree(
+        self, making: Path, root: Link, report: Report, cipher: StateCipher | None, file_mode: int = READ_ONLY_FILE
+    ) -> None:
         """Write files of whole chunks as they come, and after them the parts of chunks, chunk by chunk.
 
         So no more is decoded than all files and all chunks have, in whatever order the files share bundles.
@@ -287,7 +298,7 @@ class DataSets(ObjectStore):
 
         def write(path: str, mode: int, size: int, parts: Iterable[Part]) -> None:
             nonlocal done
-            descriptor = tree.file(path, READ_ONLY_FILE | mode & 0o111)
+            descriptor = tree.file(path, file_mode | mode & 0o111)
             try:
                 os.ftruncate(descriptor, size)
                 at = 0

@@ -74,10 +74,13 @@ class Saver:
     def ids(self) -> bytes:
         return b"".join(self._numbers)
 
-    def add(self, prefix: str, path: Path, whole: bool = True, before: Scan | None = None) -> None:
+    def add(
+        self, prefix: str, path: Path, whole: bool = True, before: Scan | None = None, known: Scan | None = None
+    ) -> None:
         """Save a file, a link, or a directory, if `whole` with its contents, as they are at one moment.
 
-        FileChanged if anything changes before it has been read, or has changed since the scan `before`.
+        Files and links that are as in the scan `known` are left out. FileChanged if anything changes before it has been read, or
+        has changed since the scan `before`.
         """
         if not self._mapped_ns:  # it takes long, and a guest that saves often soon removes what is scanned
             self._find_mapped()
@@ -90,7 +93,8 @@ class Saver:
             raise FileChanged(f"{path} changed before it could be saved")
         self._clean(path, real, found)
         for name, look in found.items():
-            self._add(f"{prefix}/{name}" if name else prefix, path / name, real / name, look)
+            if known is None or stat.S_ISDIR(look.mode) or not look.is_of_same_file(known.get(name)):
+                self._add(f"{prefix}/{name}" if name else prefix, path / name, real / name, look)
 
     def _add(self, prefix: str, path: Path, real: Path, look: Look) -> None:
         """Save one entry of a tree. `real` is its path with links resolved."""

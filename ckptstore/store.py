@@ -154,13 +154,14 @@ class Store(ObjectStore):
         places: Mapping[str, str] | None = None,
         whole: bool = True,
         scans: Mapping[str, Scan] | None = None,
+        known: Mapping[str, Scan] | None = None,
     ) -> SavedManifest:
         """Save files and directories under their prefixes, for the job of `user`, encrypted if there is a `cipher`. Directories
         come with their contents if `whole`.
 
         Only new chunks are written. With `compress` they are compressed, or stored as deltas to chunks of `parent` where that is
         shorter. What is under a prefix is saved as it was at one moment; FileChanged, with the store unchanged, if it changes too
-        often for that, or has since its scan in `scans`. `places`: see `Saver`.
+        often for that, or has since its scan in `scans`. What is as in `known` is left out. `places`: see `Saver`.
         """
         from ckptstore.saver import Saver
 
@@ -175,7 +176,7 @@ class Store(ObjectStore):
 
                 saver = Saver(writer, self._pool, THREADS, self.hold, read, bases, compress, cipher, places)
                 for prefix, path in sorted(roots.items()):
-                    saver.add(prefix, path, whole, (scans or {}).get(prefix))
+                    saver.add(prefix, path, whole, (scans or {}).get(prefix), (known or {}).get(prefix))
                 manifest = Manifest(
                     version=FORMAT_VERSION,
                     job=job,

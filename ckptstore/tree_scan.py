@@ -33,6 +33,10 @@ class Look(NamedTuple):
     def of(cls, info: os.stat_result) -> "Look":
         return cls(info.st_mode, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
+    def is_of_same_file(self, other: "Look | None") -> bool:
+        """Tell whether a file seems unchanged by size, modification time and inode, as rsync does: a new owner is no change."""
+        return other is not None and self._replace(ctime_ns=other.ctime_ns) == other
+
     def holds(self, info: os.stat_result) -> bool:
         """Tell whether an open file is unchanged. Its removal alone is no change, though it sets the change time."""
         now = self.of(info)
