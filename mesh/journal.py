@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -58,6 +58,7 @@ CREATE TABLE IF NOT EXISTS events (
 );
 CREATE TABLE IF NOT EXISTS receipts (id INTEGER PRIMARY KEY, job BLOB NOT NULL, sealed BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS requested_outputs (job BLOB PRIMARY KEY, directory TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS requested_caches (job BLOB PRIMARY KEY, names TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (realm BLOB PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS secrets_shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
@@ -72,6 +73,7 @@ CREATE TABLE IF NOT EXISTS paths (
 ) WITHOUT ROWID;
 """
 
+DELIVERIES = {"output": "requested_outputs", "cache": "requested_caches"}
 SHARES = {"share": "shares", "secrets-share": "secrets_shares"}  # tables of shares of a job's keys
 _KEEP_EVENT = "INSERT OR IGNORE INTO events (job, actor, seq, sealed) VALUES (?, ?, ?, ?)"
 _KEEP_STAY = "INSERT OR REPLACE INTO stays VALUES (?, ?, ?)"
@@ -81,6 +83,7 @@ _ARCHIVE = "INSERT OR REPLACE INTO archive VALUES (?, ?, ?, ?, ?, ?)"
 _KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
 
 T = TypeVar("T")
+DeliveryKind = Literal["output", "cache"]
 Row = tuple[str, tuple[object, ...]]  # a statement and its values
 _decode_archived = msgspec.msgpack.Decoder(ArchivedJob).decode
 
@@ -332,15 +335,17 @@ class Journal:
 
         return await self._do(read)
 
-    async def request_output(self, job: bytes, directory: str) -> None:
-        """Request that the job's results are brought to this directory when it is done; "" ends the request."""
-        if directory:
-            await self._write("INSERT OR REPLACE INTO requested_outputs VALUES (?, ?)", (job, directory))
+    async def request_delivery(self, kind: DeliveryKind, job: bytes, target: str) -> None:
+        """Request that the job's output is brought to a directory when it is done, or what it adds to caches to these; "" ends
+        the request.
+        """
+        if target:
+            await self._write(f"INSERT OR REPLACE INTO {DELIVERIES[kind]} VALUES (?, ?)", (job, target))
         else:
-            await self._write("DELETE FROM requested_outputs WHERE job = ?", (job,))
+            await self._write(f"DELETE FROM {DELIVERIES[kind]} WHERE job = ?", (job,))
 
-    async def requested_outputs(self) -> dict[bytes, str]:
-        return dict(await self._do(lambda: self._db.execute("SELECT job, directory FROM requested_outputs").fetchall()))
+    async def requested_deliveries(self, kind: DeliveryKind) -> dict[bytes, str]:
+        return dict(await self._do(lambda: self._db.execute(f"SELECT * FROM {DELIVERIES[kind]}").fetchall()))
 
     async def save_key(self, realm: bytes, key: bytes) -> None:
         """Save the key of what a job saves (`checkpoints/keys.py`)."""

@@ -67,10 +67,12 @@ async def test_journal_returns_stored_values(journal: Journal) -> None:
     assert (one, two) == (b"sealed 1", b"sealed 2"), "each event is stored once"
     assert [sealed for _, sealed in await journal.events(None, first)] == [b"sealed 1", b"sealed 2"]
     assert await journal.events(JOB, 0, limit=1) == [(last, b"sealed 2")]
-    await journal.request_output(JOB, "/home/ada/out")
-    assert await journal.requested_outputs() == {JOB: "/home/ada/out"}
-    await journal.request_output(JOB, "")
-    assert await journal.requested_outputs() == {}
+    await journal.request_delivery("output", JOB, "/home/ada/out")
+    assert await journal.requested_deliveries("output") == {JOB: "/home/ada/out"}
+    await journal.request_delivery("cache", JOB, "pip,torch")
+    assert await journal.requested_deliveries("cache") == {JOB: "pip,torch"}
+    await journal.request_delivery("output", JOB, "")
+    assert await journal.requested_deliveries("output") == {}
     assert await journal.stays() == [OwnStay(1000, 2000, "reclaimed"), OwnStay(5000, 9000, "lost")], (
         "the latest version of each stay"
     )

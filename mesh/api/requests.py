@@ -19,15 +19,15 @@ LONGEST_PAUSE_S = 366 * 86_400.0  # of a pause that ends by itself (own choice)
 
 class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The order of `mesh submit`. Names of nodes may be nicks, ids or prefixes of ids; `after` names jobs or arrays; `array`
-    has the indices of the jobs to make of this one order, of which `array_limit` (0: all) may be under way at a time; each job
-    runs `array_batch` of the indices, one after another. `out` is where published files are brought to, for an array in a
+    has the indices of the jobs to make of this one order, of which `array_limit` (0: all) may be under way at a time; each
+    job runs `array_batch` of the indices, one after another. `out` is where published files are brought to, for an array in a
     directory for each job. `home` names a node, or is `first` or `none`; without it, home is the user's own node that had to
-    send the job away. Without a `gpu_share_limit` a job is held to its share. An `interactive` one runs only where its user may
-    go in. `secrets`: NAME, NAME=VARIABLE or NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes, the
-    only ones that may open them. `data`: data sets, as `NAME[:/data/x]`. `uv`: the job's Python environment is that of the
-    lock in `workdir`, or of the script's own; `conda`: that of this list of conda packages there. `network`: hosts that it
-    reaches, `name:port` or groups, and no others. `on` and `not_on`: nodes on which it may run, or may not, named as in
-    `secret_nodes`."""
+    send the job away. Without a `gpu_share_limit` a job is held to its share. An `interactive` one runs only where its user
+    may go in. `secrets`: NAME, NAME=VARIABLE or NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes,
+    the only ones that may open them. `data`: data sets, as `NAME[:/data/x]`; `caches`: names of caches of this node's user.
+    `uv`: the job's Python environment is that of the lock in `workdir`, or of the script's own; `conda`: that of this list of
+    conda packages there. `network`: hosts that it reaches, `name:port` or groups, and no others. `on` and `not_on`: nodes on
+    which it may run, or may not, named as in `secret_nodes`."""
 
     argv: list[str]
     name: str = ""
@@ -72,6 +72,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secrets: list[str] = []
     secret_nodes: list[str] = []
     data: list[str] = []
+    caches: list[str] = []
     uv: bool = False
     conda: str = ""
     network: list[str] = []

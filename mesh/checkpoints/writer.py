@@ -154,15 +154,21 @@ class CheckpointWriter:
         self.note = "; ".join(filter(None, [text, copies.short]))
         return CheckpointStored(saved.id, copies.holders, step)
 
-    async def result(self, roots: dict[str, Path], order: SaveResult) -> tuple[bytes, tuple[bytes, ...]]:
-        """Store and replicate the result; return its manifest and the other holders. StoreError, OSError."""
-        return await _twice(lambda: self._result(roots, order))
+    async def result(
+        self, roots: dict[str, Path], order: SaveResult, known: Mapping[str, Scan] | None = None
+    ) -> tuple[bytes, tuple[bytes, ...]]:
+        """Store and replicate the result, without what is as in `known`; return its manifest and the other holders. StoreError,
+        OSError.
+        """
+        return await _twice(lambda: self._result(roots, order, known))
 
-    async def _result(self, roots: dict[str, Path], order: SaveResult) -> tuple[bytes, tuple[bytes, ...]]:
+    async def _result(
+        self, roots: dict[str, Path], order: SaveResult, known: Mapping[str, Scan] | None
+    ) -> tuple[bytes, tuple[bytes, ...]]:
         replica_policy, rules = self._replica_policy(), self._spec.checkpointing
         chosen = rules.to if rules is not None else ()
         with self._tells("result", order.seq):
-            saved = await self._keep("result", roots, order, replica_policy)
+            saved = await self._keep("result", roots, order, replica_policy, known=known)
             copies = await self._replicator.replicate(
                 saved.id, chosen, replica_policy.fallback, RESULT_REPLICAS, replica_policy.gone, self._loss, self._sends
             )
@@ -177,6 +183,7 @@ class CheckpointWriter:
         resume: str | None = None,
         compress: bool = True,
         scans: Mapping[str, Scan] | None = None,
+        known: Mapping[str, Scan] | None = None,
     ) -> SavedManifest:
         """Save to this node's own store."""
         saved = await asyncio.to_thread(
@@ -196,6 +203,7 @@ class CheckpointWriter:
             user=self._spec.user,
             places=self._places,
             scans=scans,
+            known=known,
         )
         if saved.left_out and not self._left_out:
             self._left_out = True

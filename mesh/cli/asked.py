@@ -60,6 +60,7 @@ OPTIONS: dict[str, tuple[str, Words]] = {  # by the fields of `JobSpec`
     "engine": ("--engine", _text),
     "environment": ("environment of", _text),
     "data": ("--data", _data),
+    "caches": ("--cache", _each),
     "env": ("--env", _env),
     "secrets": ("--secret", _each),
     "secret_nodes": ("--secret-nodes", _list),

@@ -186,6 +186,8 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 
 def _readers(row: dict[str, Any]) -> str:
+    if row["cache"]:
+        return "owner (cache)"
     return "everybody" if row["everybody"] else ", ".join(row["readers"]) or "owner"
 
 

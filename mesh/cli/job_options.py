@@ -53,6 +53,13 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         help="Data set that it reads, at $MESH_DATA_NAME (`mesh data`). Repeatable.",
     ),
     click.option(
+        "--cache",
+        multiple=True,
+        metavar="NAME",
+        help="Cache of yours that it may fill for later jobs, at $MESH_CACHE_NAME; huggingface, torch, pip and uv find theirs "
+        "(docs/how-to/data.md). Repeatable.",
+    ),
+    click.option(
         "-e",
         "--env",
         multiple=True,
@@ -248,6 +255,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "secrets": list(options["secret"]),
         "secret_nodes": _listed(options["secret_nodes"]),
         "data": list(options["data"]),
+        "caches": list(options["cache"]),
         "network": list(options["network"]),
     }
     for name, value in order.items():

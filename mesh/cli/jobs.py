@@ -147,6 +147,11 @@ def run(
         with waiting_for("fetching its files"):
             answer = daemon.post(f"/v1/jobs/{job}/pull", {"destination": str(Path(out).resolve())}, timeout_s=3600)
         say(f"{plural(answer['files'], 'file')} in {answer['destination']}", err=True)
+    if options["cache"]:
+        with waiting_for("adding to its caches"):
+            late = _undelivered(daemon, [state], time.monotonic() + DELIVERY_S)
+        for row in late:
+            say(f"mesh: {_late(row)}", err=True)
     ctx.exit(exit_code(state))
 
 
@@ -535,7 +540,7 @@ def _lasting_name(text: str, group: list[dict[str, Any]]) -> str:
 def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     """Wait until JOBS, or arrays, have ended; exit with the code of the first that did not succeed.
 
-    Files that `submit --out DIR` asked this node for are in DIR then.
+    Files that `submit --out DIR` asked this node for are in DIR then, and what they added to caches is in these.
     """
     daemon = client(ctx)
     for job in jobs:
@@ -572,8 +577,13 @@ def _undelivered(daemon: Client, states: list[dict[str, Any]], deadline: float) 
 
 
 def _late(row: dict[str, Any]) -> str:
-    """Return why a job's files are not in their directory, and what to do."""
+    """Return why a job's files are not in their directory or caches, and what to do."""
     job, why = row["job"][:8], f": {row['problem']}" if row["problem"] else ""
+    if row["caches"]:
+        what = f"what job {job} has added to cache {', '.join(row['caches'])}"
+        if row["over"]:
+            return f"{what} was not written back{why}. `mesh data ls` lists what there is"
+        return f"{what} is not written back yet{why}. It is tried again: `mesh job events {job}`"
     if row["over"]:
         return (
             f"the files of job {job} were not brought to {row['directory']}{why}. `mesh cp {job}:out/ DIR` copies them"

@@ -29,6 +29,7 @@ from membership.identity import Identity, NodeId, format_id, short_id
 from membership.node import MembershipNode, PortInUse
 from membership.trust import PROVIDER, TrustStore
 from mesh.api import server
+from mesh.api.handlers.caches import CacheWriter
 from mesh.api.handlers.checkpoints import CheckpointHandlers
 from mesh.api.handlers.data import DataHandlers
 from mesh.api.handlers.files import FileHandlers
@@ -43,7 +44,7 @@ from mesh.api.handlers.node import NodeHandlers
 from mesh.api.handlers.peers import PeerHandlers
 from mesh.api.handlers.placement import PlacementHandlers
 from mesh.api.handlers.secrets import SecretHandlers
-from mesh.api.handlers.submission import Defaults, OutputDelivery, SubmissionHandlers
+from mesh.api.handlers.submission import Defaults, Delivery, SubmissionHandlers
 from mesh.api.handlers.trust import TrustHandlers
 from mesh.api.handlers.tunnels import Tunnels
 from mesh.api.handlers.usage import UsageHandlers
@@ -437,7 +438,10 @@ class Daemon:
         images = ImageHandlers(self._me, membership, self._library, jobs, peers)
         nodes = NodeLookup(membership, settings.trusted)
         secrets = SecretHandlers(SecretVault(self._layout.secrets, identity), nodes)
-        self._delivery = OutputDelivery(journal, jobs, job_handlers.pull, settings.keep_days * DAY_S)
+        keep_s = settings.keep_days * DAY_S
+        self._outputs = Delivery("output", journal, jobs, job_handlers.deliver, "brought home", keep_s)
+        cache_writer = CacheWriter(jobs, lookup, self._data)
+        self._caches = Delivery("cache", journal, jobs, cache_writer.write_back, "written back", keep_s)
         local = settings.profile == "local"
         lease_s = LOCAL_LEASE_S if local else settings.lease_s
         defaults = Defaults(settings.encrypt, settings.grace_s, lease_s, LOCAL_SETTLE_S if local else None)
@@ -497,7 +501,8 @@ class Daemon:
                 self._submissions,
                 images,
                 secrets,
-                self._delivery,
+                self._outputs,
+                self._caches,
                 lookup,
                 nodes,
                 defaults,
@@ -558,7 +563,8 @@ class Daemon:
             "submission retry": self._submissions.run,
             "adverts": self._adverts.run,
             "facts": lambda: publish_facts(self.membership, self._facts),
-            "output delivery": self._delivery.run,
+            "output delivery": self._outputs.run,
+            "write-back of caches": self._caches.run,
             "images": self._library.run,
             "data sets": self._data.run,
         }

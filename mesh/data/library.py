@@ -6,6 +6,7 @@ who can read it (`keys`). A node that has all of a data set announces that and g
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from membership.envelope import seal
 from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
 from membership.trust import TrustStore
+from mesh.data.cache_files import MAX_ENTRIES, Grown, merge
 from mesh.data.directory import DataDirectory
 from mesh.data.fetcher import CHUNKS, TELL_S, DataFetcher, Tell
 from mesh.data.holdings import Holdings
@@ -45,6 +47,7 @@ from mesh.data.streams import LEAST_BYTES, Guest, MountFailed, Stream, Streams
 from mesh.data.streams import problem as streaming_problem
 from mesh.model.spec import DataNeed
 from mesh.rpc.client import PeerClient
+from mesh.util import trees
 from mesh.util.byte_text import amount, part
 from mesh.util.text import plural
 from placement.advert import MAX_IMAGES
@@ -54,6 +57,7 @@ from placement.request import SHORT_ID
 ANNOUNCE_TTL_S = 3600.0
 LOOK_S = 2.0  # between looks at what others announce (own choice)
 TIDY_S = 60.0
+CACHE_FILES = "cache.making"  # below `trees`, where a start or `mesh down` removes what a kill has left
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +98,13 @@ class Brought(NamedTuple):
     guest: Guest
     stream: Stream | None = None
     lent: bytes = b""
+
+
+class OwnCopy(NamedTuple):
+    """A new directory for a copy of a data set that its guest may change, of at most so many bytes."""
+
+    path: Path
+    limit_bytes: int
 
 
 class DataLibrary:
@@ -243,8 +254,45 @@ class DataLibrary:
         work.source = source
         return work
 
+    async def write_back(self, name: str, restore: Callable[[Path], Awaitable[object]]) -> Grown:
+        """Add what a job has added to one of this user's caches as its next version; return what is new in that.
+
+        `restore` writes it to a new directory. FetchFailed, DataError, StoreError, OSError; the version before stands then.
+        """
+        place, own = self.holdings.store.trees / CACHE_FILES, self._membership.credentials
+        async with self._adding:
+            await asyncio.to_thread(trees.remove, place)
+            try:
+                place.mkdir(mode=0o700)
+                await restore(place / "added")
+                found = await self.directory.resolve(name)
+                if found is None:
+                    (place / name).mkdir()
+                elif not found[1].cache:
+                    raise DataError(f"{found[1].full_name} is no cache: it was added with `mesh data add`")
+                else:
+                    need = DataNeed(found[1].full_name, found[0], cache=True)
+                    copy = OwnCopy(place / name, shutil.disk_usage(place).free // 2)
+                    guest = Guest(None, lambda words: log.info("cache %s: %s", name, words))
+                    await self.release(
+                        await self.bring(need, _no_key, own.user_key, guest, lambda words: None, False, copy)
+                    )
+                grown = await asyncio.to_thread(merge, place / "added", place / name)
+                if grown.files:
+                    await self._add(Work("add", name), name, place / name, (), False, False, cache=True)
+                return grown
+            finally:
+                await asyncio.to_thread(trees.remove, place)
+
     async def _add(
-        self, work: Work, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool
+        self,
+        work: Work,
+        name: str,
+        path: Path,
+        readers: tuple[Reader, ...],
+        everybody: bool,
+        rehash: bool,
+        cache: bool = False,
     ) -> None:
         from ckptstore.dataset_adder import Added, Adder, Progress  # late: it needs zstd
 
@@ -262,7 +310,7 @@ class DataLibrary:
         with self.holdings.store.working():
             added = await _finished(read)
             work.at("is signed")
-            sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes, cipher)
+            sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes, cipher, cache)
             identity = data_id(sealed)
             manifest = self.directory.opened(identity, sealed)
             await asyncio.to_thread(self.holdings.pin, identity, True)  # first: a crash must not leave it unpinned
@@ -287,6 +335,7 @@ class DataLibrary:
         everybody: bool,
         chunk_bytes: int = 0,
         cipher: StateCipher | None = None,
+        cache: bool = False,
     ) -> bytes:
         own, now = self._membership.credentials, time.time()
         before = self.directory.newest_of((own.user_key, name))
@@ -307,6 +356,7 @@ class DataLibrary:
             everybody,
             b"" if cipher is None else cipher.realm,
             b"" if cipher is None else cipher.prove(statement((own.user_key, name))),
+            cache,
         )
         return seal(self._identity, self._trust.mesh_id, KIND, encode_manifest(manifest))
 
@@ -404,13 +454,21 @@ class DataLibrary:
         return manifest
 
     async def bring(
-        self, need: DataNeed, key: BringsKey, user_key: bytes, guest: Guest, tell: Tell, may_stream: bool
+        self,
+        need: DataNeed,
+        key: BringsKey,
+        user_key: bytes,
+        guest: Guest,
+        tell: Tell,
+        may_stream: bool,
+        copy: OwnCopy | None = None,
     ) -> Brought:
         """Return a data set's files for a guest of a user, until `release`. FetchFailed. `key`: opens what its job brings.
 
-        A large one that is not here is streamed if the guest may take it so and this machine can; else it is fetched first.
+        A large one that is not here is streamed if the guest may take it so and this machine can; else it is fetched first. With
+        a `copy` they are written there, and what the guest does with them concerns nobody else.
         """
-        own = self.paths.get(need.name)
+        own = None if copy is not None else self.paths.get(need.name)
         if own is not None:
             of_the_mesh = "/" in need.name
             if of_the_mesh and not (need.manifest and (await self._readable(need, user_key)).full_name == need.name):
@@ -428,6 +486,9 @@ class DataLibrary:
             if manifest.realm:
                 known = self.keys.known(manifest.realm)
                 lent = self.keys.lend(manifest, await key() if known is None else known.key)
+            if copy is not None:
+                await self._copy(need.manifest, manifest, guest, tell, copy)
+                return Brought(need, copy.path, guest, None, lent)
             tree = self.holdings.store.tree(need.manifest)
             if not self.holdings.is_whole(need.manifest) and not tree.exists():
                 if may_stream and manifest.chunk_bytes >= LEAST_BYTES and not streaming_problem():
@@ -452,28 +513,57 @@ class DataLibrary:
 
     async def _unpack(self, identity: bytes, manifest: DataManifest, tell: Tell) -> None:
         assert manifest.root is not None
-        root, done, what = manifest.root, 0, f"the files of {manifest.full_name}"
+        root, what = manifest.root, f"the files of {manifest.full_name}"
         cipher = await self.keys.cipher(identity, manifest)
-
-        def make(check: Check) -> None:
-            def report(count: int) -> None:
-                nonlocal done
-                check()
-                done = count
-
-            self.holdings.store.make_tree(identity, root, report, cipher)
-
         tell("makes room")
         async with self.space.room(manifest.tree_bytes, what, identity, root.entries + 1):
-            await _finished(make, lambda: tell(f"is unpacked: {part(done, manifest.size)}"))
+            await _unpacked(
+                lambda report: self.holdings.store.make_tree(identity, root, report, cipher), manifest.size, tell
+            )
+
+    async def _copy(self, identity: bytes, manifest: DataManifest, guest: Guest, tell: Tell, copy: OwnCopy) -> None:
+        root = manifest.root
+        if root is None or root.entries > MAX_ENTRIES:
+            raise FetchFailed(f"{manifest.full_name} has more than {MAX_ENTRIES} files, or none: it is no cache")
+        if manifest.tree_bytes > copy.limit_bytes:
+            raise FetchFailed(
+                f"the copy of {manifest.full_name} takes {amount(manifest.tree_bytes)}, and there is room for "
+                f"{amount(max(0, copy.limit_bytes))} (max_disk_gib, or the disk)"
+            )
+        if not self.holdings.is_whole(identity):
+            await self.fetcher.fetch(identity, manifest, lambda: guest.job, tell)
+        cipher = await self.keys.cipher(identity, manifest)
+        await _unpacked(
+            lambda report: self.holdings.store.copy_tree(copy.path, root, report, cipher), manifest.size, tell
+        )
+        self.holdings.touch(identity)
 
     async def release(self, brought: Brought) -> None:
         """A guest that `bring` served is gone."""
         if brought.stream is not None:
             await self.streams.leave(brought.stream, brought.guest)
         self.keys.give_back(brought.lent)
-        if brought.need.manifest and brought.need.name not in self.paths:
+        if brought.need.manifest and (brought.need.cache or brought.need.name not in self.paths):
             await self.holdings.unused(brought.need.manifest)
+
+
+async def _no_key() -> bytes:
+    return b""
+
+
+async def _unpacked(unpack: Callable[[Callable[[int], None]], object], size: int, tell: Tell) -> None:
+    """Unpack in a thread, which reports the bytes done."""
+    done = 0
+
+    def work(check: Check) -> None:
+        def report(count: int) -> None:
+            nonlocal done
+            check()
+            done = count
+
+        unpack(report)
+
+    await _finished(work, lambda: tell(f"is unpacked: {part(done, size)}"))
 
 
 async def _finished(work: Callable[[Check], T], report: Callable[[], None] = lambda: None) -> T:

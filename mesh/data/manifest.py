@@ -50,7 +50,8 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
 class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One version of a data set. `chain`: the certificates of the node that signed it. `chunk_bytes`: what a node without any of
     it has to fetch. `realm`: names the key with which its chunks and pages are encrypted; empty if they are not. `proof`: that
-    its author has that key, so that nobody is given the key of another data set for theirs."""
+    its author has that key, so that nobody is given the key of another data set for theirs. `cache`: its owner's jobs add to it.
+    """
 
     version: Natural
     name: str
@@ -65,6 +66,7 @@ class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     everybody: bool = False
     realm: Annotated[bytes, msgspec.Meta(max_length=REALM_BYTES)] = b""
     proof: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
+    cache: bool = False
 
     @property
     def full_name(self) -> str:
@@ -157,6 +159,8 @@ def check_manifest(manifest: DataManifest) -> None:
         raise DataError("a data set is encrypted with one key, and not at all if it is for everybody or removed")
     if manifest.realm and not is_proof(manifest.realm, statement(manifest.key), manifest.proof):
         raise DataError("the data set names a key that its author does not have: it is copied from another one")
+    if manifest.cache and (manifest.readers or manifest.everybody):
+        raise DataError("a cache is for its owner alone")
     if manifest.root is not None:
         try:
             check_root(manifest.root)

@@ -78,7 +78,7 @@ def sweep(place: Path) -> None:
 class Guest(NamedTuple):
     """A guest that reads a stream: its job, by whose rights chunks are fetched, and how to tell its user something."""
 
-    job: bytes
+    job: bytes | None
     note: Tell
 
 

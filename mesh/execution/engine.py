@@ -19,7 +19,7 @@ from mesh.rpc.frames import Order
 from placement.advert import WHOLE, Portion, SystemCheckpoints
 
 # Where a guest with a root of its own sees its directories, and its environment.
-WORK, CKPT, OUT, CTL, INSIDE = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl", "/mesh/env"
+WORK, CKPT, OUT, CTL, CACHE, INSIDE = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl", "/mesh/cache", "/mesh/env"
 NO_GPUS = "void"  # to NVIDIA's container runtime
 NO_DUMPS = SystemCheckpoints(problem="a plain process has none", gpu_problem="a plain process has none")
 
@@ -70,7 +70,7 @@ class Launch(msgspec.Struct, frozen=True):
     it reads from, and those that it writes to, the disk of its directories. `environment`: a Python environment that the guest
     may read; a container sees it at `INSIDE`. `until`: see `Guest.allow_until`. `wanted` is called now and then while the start
     waits; the start is given up when it returns false. `say` reports a text and its topic to the user while the guest runs.
-    `data`: what it may read and not write.
+    `data`: what it may read and not write; `cache_dir` has its caches, if it has any.
     `proxy`: takes a socket that listens on the guest's loopback (`guest_network`), from any thread, before the guest's first
     program runs; the guest then has no other network.
     """
@@ -107,6 +107,13 @@ class Launch(msgspec.Struct, frozen=True):
     say: Callable[[str, str], None] = lambda words, about: None
     data: tuple[Shown, ...] = ()
     proxy: Callable[[socket.socket], None] | None = None
+    cache_dir: str | None = None
+
+    @property
+    def directories(self) -> dict[str, str]:
+        """Return the directories that the guest may write, each with where one with a root of its own sees it."""
+        caches = {} if self.cache_dir is None else {self.cache_dir: CACHE}
+        return {self.work_dir: WORK, self.ckpt_dir: CKPT, self.out_dir: OUT, self.ctl_dir: CTL, **caches}
 
     @property
     def gpu_uuids(self) -> tuple[str, ...]:

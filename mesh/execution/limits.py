@@ -317,7 +317,7 @@ def _deleted_maps(pid: int, device: str, spend: Callable[[], None]) -> Iterator[
 
 
 def parts(launch: Launch) -> tuple[Path, ...]:
-    return tuple(map(Path, (launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)))
+    return tuple(map(Path, launch.directories))
 
 
 def _resident(pids: Iterable[int]) -> int:

@@ -2,7 +2,7 @@
 
 jobs/<job>/<term>/work   the working directory, restored    .../ckpt  the checkpoint directory (linked from work)
                  /out    what the job publishes             .../ctl   notice.json, progress.json, schedule.json
-                 /logs   NNN.txt of earlier attempts, restored
+                 /logs   NNN.txt of earlier attempts, restored   .../cache/NAME  its caches
 logs/<job>/NNN.txt       output of attempts here; it stays when the attempt is gone (`logs.py`)
 """
 
@@ -22,6 +22,7 @@ import msgspec
 from ckptstore.cipher import StateCipher
 from ckptstore.errors import FileChanged, StoreError, TooLarge
 from ckptstore.store import Store
+from ckptstore.tree_scan import Scan, scan
 from mesh.checkpoints.commit_modes import DONE_MARKER, CommittedTree, being_written, committed_tree, link_checkpoints
 from mesh.checkpoints.keys import NoKey
 from mesh.checkpoints.loss_estimate import LossEstimate, Lost
@@ -44,12 +45,13 @@ from mesh.consensus.reports import (
     ResultStored,
     RunnerEvent,
 )
-from mesh.data.library import BringsKey, Brought
-from mesh.data.manifest import FetchFailed
+from mesh.data.cache_files import MAX_ENTRIES
+from mesh.data.library import BringsKey, Brought, OwnCopy
+from mesh.data.manifest import BLOCK_BYTES, FetchFailed
 from mesh.data.streams import Guest as DataGuest
 from mesh.data.streams import seen_by_engine
 from mesh.execution.control_files import put_file, read_file
-from mesh.execution.engine import CKPT, INSIDE, OUT, WORK, BadCommand, Engine, EngineError, Guest, Shown
+from mesh.execution.engine import CACHE, CKPT, INSIDE, OUT, WORK, BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch
 from mesh.execution.notice import give_notice
 from mesh.jobs import image_python
@@ -99,6 +101,7 @@ class HaveData(Protocol):
         guest: DataGuest,
         tell: Callable[[str], None],
         may_stream: bool,
+        copy: OwnCopy | None = None,
     ) -> Brought: ...
 
     async def release(self, brought: Brought) -> None: ...
@@ -124,7 +127,15 @@ def seen_places(spec: JobSpec, base: Path, own_root: bool) -> dict[str, str]:
         CKPT if own_root else str(base / "ckpt"): "ckpt",
         OUT if own_root else str(base / "out"): "out",
     }
-    return places if spec.checkpointing is None else places | {f"{work}/{spec.checkpointing.directory}": "ckpt"}
+    if spec.checkpointing is not None:
+        places[f"{work}/{spec.checkpointing.directory}"] = "ckpt"
+    caches = CACHE if own_root else str(base / "cache")
+    return places | {f"{caches}/{need.last}": saved_as(need.last) for need in spec.data if need.cache}
+
+
+def saved_as(cache: str) -> str:
+    """Return the prefix in a job's result of what it has added to one of its caches."""
+    return f"cache.{cache}"  # one component, so that no link leads from one cache to another
 
 
 class Attempt:
@@ -195,12 +206,14 @@ class Attempt:
         )
         self._saved_key: object = None
         self._found_key: object = None
-        self._exit_was_clean = self._yielded = False
+        self._exit_was_clean = self._yielded = self._ended_well = False
         self._started = self._unwanted = False
         self.began_unix_ms = 0  # start of the guest
         self._have_image, self._disk_limit, self._data = have_image, disk_limit, data
         self._fetching: asyncio.Future[Any] | None = None
         self._brought: list[Brought] = []
+        self._room_bytes = 0  # that its files may still take
+        self._caches: dict[str, Scan] = {}  # how each looked before the guest began
         self._notices, self._noticing = 0, asyncio.Lock()
         self._proxy: Proxy | None = None
         if spec.network:
@@ -386,6 +399,7 @@ class Attempt:
             say=self._note,
             data=tuple(Shown(str(each.path), each.need.inside, each.need.variable) for each in self._brought),
             proxy=None if self._proxy is None else self._proxy.listen,
+            cache_dir=str(self.base / "cache") if self._caches else None,
         )
         if self._unwanted:
             await self._report(GuestFailed("it was stopped before it began", elsewhere=True))
@@ -428,11 +442,27 @@ class Attempt:
                 raise Abandoned("it was stopped before it began")
             assert self._data is not None
             key = partial(self._secrets.data_key, need)
-            bringing = self._data.bring(need, key, self.spec.user_key, guest, tell, may_stream)
-            self._brought.append(await self._fetched(bringing, "data"))
-            if self.preparing and self._brought[-1].stream is None:
+            bring = partial(self._data.bring, need, key, self.spec.user_key, guest, tell)
+            if need.cache:
+                await self._fill_cache(need, bring)
+            else:
+                self._brought.append(await self._fetched(bring(may_stream), "data"))
+            if self.preparing and (need.cache or self._brought[-1].stream is None):
                 self._note(f"data set {need.name} was ready in {time.monotonic() - begun:.1f} s", "prepared")
             self.preparing = ""
+
+    async def _fill_cache(self, need: DataNeed, bring: Callable[[bool, OwnCopy], Awaitable[Brought]]) -> None:
+        """Give the guest a copy of its own of one of its user's caches; nothing of it is shared with other guests."""
+        assert self._data is not None
+        place = self.base / "cache" / need.last
+        place.parent.mkdir(exist_ok=True)
+        if need.manifest:
+            copy = OwnCopy(place, self._room_bytes)
+            await self._data.release(await self._fetched(bring(False, copy), "data"))
+        else:
+            place.mkdir()
+        found = self._caches[need.last] = await asyncio.to_thread(scan, place)
+        self._room_bytes -= sum(look.size + BLOCK_BYTES for look in found.values())
 
     async def _image(self) -> str | None:
         """Return the engine's id of the image, fetched from other nodes if needed; None if the guest needs no image."""
@@ -497,6 +527,10 @@ class Attempt:
     def _env(self, place: GangPlace | None) -> dict[str, str]:
         # One run of W&B over all attempts; its ids take a job's letters and digits (docs/how-to/track-experiments.md).
         env = {"WANDB_RUN_ID": format_job(self.job), "WANDB_RESUME": "allow", **self.spec.env}
+        caches = CACHE if self.engine.own_root else str(self.base / "cache")
+        for need in self.spec.data:
+            if need.cache:
+                env |= dict.fromkeys(need.variables, f"{caches}/{need.last}")
         if isinstance(self.spec.environment, CondaList):
             env["CONDA_PREFIX"] = INSIDE if self.engine.own_root else str(self._environment)
         array = self.spec.array
@@ -548,6 +582,7 @@ class Attempt:
                 self._note(f"the logs of earlier attempts are left out: {error}")
             for part in ("dump", *PARTS) if whole else ("ckpt",):
                 await restore(kept, part, part, fetch)
+        self._room_bytes = limit - restored
         (base / "ckpt").mkdir(exist_ok=True)
         (base / "logs").mkdir(exist_ok=True)
         if self.spec.checkpointing is not None and self._dumps is None:
@@ -584,6 +619,7 @@ class Attempt:
             self._stood_still()
         self._read_progress()
         self._exit_was_clean, self._yielded = end.code < 128, end.code == EXIT_CHECKPOINTED
+        self._ended_well = end.code == 0
         done = (self.base / "ckpt" / DONE_MARKER).exists()
         if self.progress is not None:
             await self._report(Progressed(self.progress.step))
@@ -715,12 +751,26 @@ class Attempt:
             roots = {"log": await asyncio.to_thread(snapshot_logs, self.base, self.log_path)}
             if (self.base / "out").is_dir():
                 roots["out"] = self.base / "out"
-            await self._report(ResultStored(*await self.writer.result(roots, order)))
+            await self._report(ResultStored(*await self._store_result(roots, order)))
         except (NoKey, StoreError, OSError) as error:
             await self._report(ResultStored(None, (), f"its files could not be kept: {error}"))
         except Exception as error:  # otherwise the end of the attempt would wait for ever
             await self._report(ResultStored(None, (), f"its files could not be kept: internal error: {error!r}"))
             raise
+
+    async def _store_result(self, roots: dict[str, Path], order: SaveResult) -> tuple[bytes, tuple[bytes, ...]]:
+        """Store the result, after exit code 0 with what is new in the caches; if that cannot be stored, without it."""
+        caches = {saved_as(name): self.base / "cache" / name for name in self._caches} if self._ended_well else {}
+        known = {saved_as(name): before for name, before in self._caches.items()}
+        try:
+            for place in caches.values():  # not in the default executor: the guest chooses how long it takes
+                await apart(partial(scan, place, MAX_ENTRIES), "caches")
+            return await self.writer.result(roots | caches, order, known)
+        except (StoreError, OSError) as error:
+            if not caches:
+                raise
+            self._note(str(error), "its caches are not kept")
+        return await self.writer.result(roots, order)
 
     # --- notices
 

@@ -22,7 +22,7 @@ from mesh.consensus.status import JobStatus
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.own_status import leader_acts
 from mesh.jobs.vouching import Vouching
-from mesh.model.record import OutcomeKind
+from mesh.model.record import Outcome, OutcomeKind
 from mesh.model.spec import format_job
 from mesh.util.backoff import Backoff
 from mesh.util.task_set import TaskSet
@@ -68,6 +68,15 @@ def stated_end(words: Words, views: Mapping[NodeId, JobStatus]) -> OutcomeKind |
         told = {node for node, view in views.items() if view.outcome is not None and view.outcome.kind == kind}
         if len(nodes | told) > 1 if words.few else 2 * len(nodes) > len(words.records):
             return kind
+    return None
+
+
+def stated_outcome(words: Words) -> Outcome | None:
+    """Return the outcome of a job that most of its witnesses state; None otherwise, also where a few are all that answer."""
+    stated = Counter(known.record.outcome for known in words.records.values() if known.final)
+    for outcome, count in stated.items():
+        if outcome is not None and not words.few and 2 * count > len(words.records):
+            return outcome
     return None
 
 

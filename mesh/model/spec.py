@@ -119,12 +119,17 @@ class HomePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     settle_s: float = 60.0  # an owner's break is longer, and a move costs seconds (own choice)
 
 
+# Where programs look for their cache, by the cache's name (huggingface_hub, torch.hub, pip and uv: their manuals).
+PROGRAM_CACHES = {"huggingface": "HF_HOME", "torch": "TORCH_HOME", "pip": "PIP_CACHE_DIR", "uv": "UV_CACHE_DIR"}
+
+
 class DataNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A data set that the guest reads.
 
     `name` is `USER/NAME` with the `manifest` of one version, which has `mib` MiB; or the name of a directory that nodes offer,
     without a manifest. `path` is where a container sees it; empty for the default. `key`: of an encrypted one, encrypted with the
-    key of the job's secrets.
+    key of the job's secrets. `cache`: the guest gets a copy of its own, empty without a manifest, and what it adds to that comes
+    into the next version.
     """
 
     name: str
@@ -132,6 +137,7 @@ class DataNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     mib: int = 0
     path: str = ""
     key: bytes = b""
+    cache: bool = False
 
     @property
     def last(self) -> str:
@@ -145,7 +151,12 @@ class DataNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def variable(self) -> str:
         """Return the environment variable that tells the guest the path."""
-        return "MESH_DATA_" + re.sub(r"[^A-Z0-9]", "_", self.last.upper())
+        return ("MESH_CACHE_" if self.cache else "MESH_DATA_") + re.sub(r"[^A-Z0-9]", "_", self.last.upper())
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Return all variables that tell the guest the path: of a cache also that of the program of this name."""
+        return (self.variable, *([PROGRAM_CACHES[self.last]] if self.cache and self.last in PROGRAM_CACHES else []))
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -169,9 +180,10 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     `deadline_unix_ms` fails. `error_budget` failures are retried, or only those with an exit code in `retry_codes`.
     `on_partition`: what the guest does while no majority of its witnesses answers.
 
-    What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md). It
-    reads the data sets in `data`. `uv` or `conda` names its environment (docs/explanation/environments.md). `network`: the
-    hosts that it reaches, by a proxy and nothing else, `name:port` (docs/explanation/egress.md).
+    What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md). It reads
+    the data sets in `data`, and adds to those that are caches. `uv` or `conda` names its environment
+    (docs/explanation/environments.md). `network`: the hosts that it reaches, by a proxy and nothing else, `name:port`
+    (docs/explanation/egress.md).
     """
 
     submitter: bytes
@@ -308,7 +320,11 @@ def placement_request(
         only=() if spec.secrets is None else spec.secrets.nodes,
         on=spec.on,
         not_on=spec.not_on,
-        data=tuple(WantedData(need.name, need.manifest[:SHORT_ID], need.mib) for need in spec.data),
+        data=tuple(
+            WantedData(need.name, need.manifest[:SHORT_ID], need.mib)
+            for need in spec.data
+            if need.manifest or not need.cache
+        ),
         network=spec.network,
         uv=spec.uv is not None,
         conda=spec.conda is not None,
@@ -471,7 +487,7 @@ def check_spec(spec: JobSpec) -> None:
 
 def _check_data(spec: JobSpec) -> None:
     if len(spec.data) > MAX_DATA:
-        raise SpecError(f"a job reads at most {MAX_DATA} data sets")
+        raise SpecError(f"a job has at most {MAX_DATA} data sets and caches")
     if spec.secrets is not None and not (spec.secrets.uses or any(need.key for need in spec.data)):
         raise SpecError("the job's secrets are neither used nor keys of its data sets")
     for need in spec.data:
@@ -479,6 +495,8 @@ def _check_data(spec: JobSpec) -> None:
             raise SpecError(f"{need.name[:80]!r} does not name a data set: NAME or USER/NAME (`mesh data ls`)")
         if len(need.key) > MAX_DATA_KEY or (need.key and not (need.manifest and spec.secrets)):
             raise SpecError("the key of a data set comes with its version, encrypted with the key of the job's secrets")
+        if need.cache:
+            _check_cache(spec, need)
         if need.path and spec.image is None:
             raise SpecError(
                 f"--data {need.name}:{need.path} places the data in a container: add --image NAME, or leave out :{need.path} and "
@@ -486,12 +504,24 @@ def _check_data(spec: JobSpec) -> None:
             )
         if need.path and not DATA_PATH.fullmatch(need.path):
             raise SpecError(f"data sets are mounted at a plain path below /data, not at {need.path[:80]!r}")
-    for label, texts in (("variable", [n.variable for n in spec.data]), ("path", [n.inside for n in spec.data])):
+    variables, inside = [n.variable for n in spec.data], [n.inside for n in spec.data if not n.cache]
+    for label, texts in (("variable", variables), ("path", inside)):
         if len(set(texts)) < len(texts):
             raise SpecError(f"two data sets would have the same {label}: {max(texts, key=texts.count)}")
-    taken = [need.variable for need in spec.data if need.variable in spec.env]
-    if taken:
-        raise SpecError(f"the variable {taken[0]} is set by --data: leave it out of --env")
+    for need in spec.data:
+        taken = [name for name in need.variables if name in spec.env]
+        if taken:
+            option = "--cache" if need.cache else "--data"
+            raise SpecError(f"the variable {taken[0]} is set by {option}: leave it out of --env")
+
+
+def _check_cache(spec: JobSpec, need: DataNeed) -> None:
+    if need.path or need.name != (f"{spec.user}/{need.last}" if need.manifest else need.last):
+        raise SpecError(f"--cache {need.name}: a cache is one of the job's own user, by its NAME alone")
+    if spec.most_nodes > 1:
+        raise SpecError("a job on several nodes would fill several copies of a cache: leave out --cache, or --nodes")
+    if spec.saves_from_outside:
+        raise SpecError("a system checkpoint saves no cache: leave out --cache, or choose another --ckpt-mode")
 
 
 def _check_network(spec: JobSpec) -> None:

@@ -42,7 +42,15 @@ pytestmark = pytest.mark.e2e
 COUNT, SEED = int(os.environ.get("ADVERSARY_REQUESTS", "1000")), int(os.environ.get("ADVERSARY_SEED", "1"))
 AT_A_TIME = 8
 ANSWER_S = 20.0
-TABLES = ("witness_records", "submitted", "pending_submissions", "shares", "requested_outputs", "archive")
+TABLES = (
+    "witness_records",
+    "submitted",
+    "pending_submissions",
+    "shares",
+    "requested_outputs",
+    "requested_caches",
+    "archive",
+)
 GROWTH_MIB, STATUS_S = 64.0, 5.0  # the benchmark asks for a second
 
 

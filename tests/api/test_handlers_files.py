@@ -17,7 +17,7 @@ from mesh.api.handlers import files, submission
 from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
-from mesh.api.handlers.submission import AGAIN_MAX_S, DELIVERED_AT_ONCE, GIVEN_UP_AT, OutputDelivery
+from mesh.api.handlers.submission import AGAIN_MAX_S, DELIVERED_AT_ONCE, GIVEN_UP_AT, Delivery
 from mesh.api.requests import SubmitOrder
 from mesh.checkpoints.replicator import FetchError, Replicator
 from mesh.journal import JournalError
@@ -194,8 +194,8 @@ class Finished:
         self.lookup = JobLookup(b"me", nothing, nothing, self.store, jobs, nothing)
         self.lookup.find_job = lambda text: self.status  # type: ignore[method-assign]
         handlers = JobHandlers(nothing, nothing, nothing, nothing, jobs, nothing, self.lookup)
-        journal: Any = SimpleNamespace(request_output=self._request, requested_outputs=self._none)
-        self.delivery = OutputDelivery(journal, jobs, handlers.pull, KEEP_S)
+        journal: Any = SimpleNamespace(request_delivery=self._request, requested_deliveries=self._none)
+        self.delivery = Delivery("output", journal, jobs, handlers.deliver, "brought home", KEEP_S)
 
     async def deliver(self, directory: Path) -> None:
         await self.delivery._deliver(JOB, str(directory), self.status.outcome)
@@ -204,10 +204,10 @@ class Finished:
         if self.problem is not None:
             raise self.problem
 
-    async def _none(self) -> dict[bytes, str]:
+    async def _none(self, kind: str) -> dict[bytes, str]:
         return {}
 
-    async def _request(self, job: bytes, directory: str) -> None:
+    async def _request(self, kind: str, job: bytes, directory: str) -> None:
         self.requests.append((job, directory))
 
 
@@ -283,17 +283,17 @@ async def test_hopeless_deliveries_keep_no_new_one_waiting(finished: Finished, m
     table[LATER] = SimpleNamespace(outcome=ended(NOW))  # long ago
     begun, most, came = list[str](), 0, asyncio.Event()
 
-    async def pull(job: str, directory: str) -> Any:
+    async def bring(job: bytes, directory: str, outcome: Outcome) -> str:
         nonlocal most
         begun.append(directory)
         most = max(most, len(finished.delivery._delivering))
         if directory == "new":
             came.set()
-            return SimpleNamespace(files=1)
+            return "1 file"
         await asyncio.sleep(0.02)
         raise MeshError("its files cannot be reached now")
 
-    finished.delivery._pull = pull
+    finished.delivery._bring = bring
     for job, number in hopeless.items():
         await finished.delivery.want(job, f"{number}")
     running = asyncio.create_task(finished.delivery.run())
@@ -313,12 +313,12 @@ async def test_hopeless_deliveries_keep_no_new_one_waiting(finished: Finished, m
 async def test_journal_that_cannot_write_ends_the_delivery(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "LOOK_S", 0.0)
 
-    async def fail(job: bytes, directory: str) -> None:
+    async def fail(kind: str, job: bytes, target: str) -> None:
         raise JournalError("the disk is full")
 
     await finished.delivery.want(JOB, "home")
     finished.status.outcome = ended(NOW, None)
-    finished.delivery._journal.request_output = fail  # type: ignore[method-assign]
+    finished.delivery._journal.request_delivery = fail  # type: ignore[method-assign]
     async with asyncio.timeout(60):
         with pytest.raises(JournalError):
             await finished.delivery.run()

@@ -107,6 +107,28 @@ def test_restored_tree_equals_the_saved_one(tmp_path_factory: pytest.TempPathFac
     store.close()
 
 
+@pytest.mark.usefixtures("alone")
+def test_what_is_as_in_a_scan_is_left_out(tmp_path: Path) -> None:
+    """So a job's result has only what it has added to a cache, wherever it put that. A new owner is no change."""
+    root, store = tmp_path / "in", open_store(tmp_path / "store")
+    write_tree(
+        root, {"same": b"a", "changed": b"a", "times": b"a", "moved/inner": b"a", "owner": b"a", "removed": b"a"}
+    )
+    (root / "link").symlink_to("same")
+    known = scan(root)
+    os.chown(root / "owner", os.getuid(), os.getgid())
+    (root / "changed").write_bytes(b"longer")
+    os.utime(root / "times", ns=(1, 1))
+    (root / "moved").rename(root / "place")
+    (root / "removed").unlink()
+    write_tree(root, {"new": b"n"})
+    saved = save(store, root, known={"ckpt": known})
+    store.restore(saved.id, tmp_path / "out", prefix="ckpt")
+    assert read_tree(tmp_path / "out") == {"changed": b"longer", "times": b"a", "place/inner": b"a", "new": b"n"}
+    assert not (tmp_path / "out" / "link").is_symlink()
+    store.close()
+
+
 def test_large_files_links_modes_and_empty_directories_survive(tmp_path: Path) -> None:
     source = tmp_path / "in"
     write_tree(source, {"big": os.urandom(CHUNK_BYTES * 2 + 5), "exact": bytes(CHUNK_BYTES), "run.sh": b"#!/bin/sh\n"})

@@ -24,7 +24,7 @@ from membership.identity import Identity
 from mesh.data import fetcher, space
 from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.holdings import left_in_the_clear
-from mesh.data.library import Brought, Check, DataLibrary, _finished
+from mesh.data.library import Brought, Check, DataLibrary, OwnCopy, _finished
 from mesh.data.manifest import DataError, DataManifest, FetchFailed, Reader, encode_manifest, statement
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
@@ -485,7 +485,13 @@ async def test_data_set_is_encrypted_unless_it_is_for_everybody(
     signed: list[DataManifest] = []
 
     def sign(
-        name: str, root: Link, readers: tuple[Reader, ...], everybody: bool, chunk_bytes: int, cipher: StateCipher
+        name: str,
+        root: Link,
+        readers: tuple[Reader, ...],
+        everybody: bool,
+        chunk_bytes: int,
+        cipher: StateCipher,
+        cache: bool,
     ) -> bytes:
         number, realm = len(signed), b"" if cipher is None else cipher.realm
         signed.append(
@@ -500,3 +506,72 @@ async def test_data_set_is_encrypted_unless_it_is_for_everybody(
         await asyncio.wait([work.task])
         assert not work.problem
         assert bool(signed[-1].realm) is not everybody and bool(readable(library)) is everybody
+
+
+async def own_copy(library: DataLibrary, place: Path, limit_bytes: int = 1 << 30) -> Path:
+    """Give a guest a copy of its own, as of a cache."""
+    need, guest = DataNeed("ada/pictures", SET, cache=True), Guest(b"j" * 16, print)
+    copy = OwnCopy(place, limit_bytes)
+    given = await library.bring(need, bringing(CIPHER.key), b"a" * 32, guest, print, False, copy)
+    await library.release(given)
+    return given.path
+
+
+async def test_copy_of_a_guest_is_its_own(library: DataLibrary, tmp_path: Path) -> None:
+    """What a guest does with its copy reaches neither another copy nor the files that guests share; nor does the node keep it."""
+    await hold_encrypted(library, tmp_path / "source")
+    library.paths = {"ada/pictures": "/etc"}  # it stands for the data set, but not for a cache
+    one, two = await own_copy(library, tmp_path / "one"), await own_copy(library, tmp_path / "two")
+    assert not readable(library) and not library.holdings.used[SET] and library.keys.known(CIPHER.realm) is None
+    with (one / "file").open("r+b") as file:
+        file.write(b"changed by a guest")
+    (one / "new").touch()
+    library.paths = {}
+    shared = await brought(library, key=CIPHER.key)
+    for root in (two, shared.path):
+        assert SECRET in (root / "file").read_bytes() and not (root / "new").exists()
+    assert (one / "file").stat().st_nlink == 1
+    await library.release(shared)
+
+
+async def test_copy_takes_no_more_than_its_guest_has_left(library: DataLibrary, tmp_path: Path) -> None:
+    manifest = await hold_encrypted(library, tmp_path / "source")
+    with pytest.raises(FetchFailed, match="max_disk_gib"):
+        await own_copy(library, tmp_path / "one", manifest.tree_bytes - 1)
+    assert not (tmp_path / "one").exists() and not library.holdings.used[SET]
+    assert (await own_copy(library, tmp_path / "one", manifest.tree_bytes)).exists()
+
+
+@pytest.mark.parametrize("fails", ["no cache", "restore", "add"])
+async def test_write_back_that_fails_leaves_nothing(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    manifest, seen = await hold_encrypted(library, tmp_path / "source"), list[str]()
+    manifest = msgspec.structs.replace(manifest, cache=fails != "no cache", readers=())
+    library.directory.remember(SET, b"sealed", manifest)
+    library._membership = SimpleNamespace(credentials=SimpleNamespace(user_key=b"a" * 32))  # type: ignore[assignment]
+    monkeypatch.setattr(library.keys, "known", lambda realm: CIPHER)
+
+    async def resolve(name: str) -> tuple[bytes, DataManifest]:
+        return SET, manifest
+
+    async def restore(place: Path) -> None:
+        if fails == "restore":
+            raise OSError("no node gives it")
+        place.mkdir()
+        (place / "added").write_text("added")
+
+    async def add(work: object, name: str, path: Path, *rest: object, cache: bool) -> None:
+        seen.extend(sorted(one.name for one in path.iterdir()))
+        assert cache
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(library.directory, "resolve", resolve)
+    monkeypatch.setattr(library, "_add", add)
+    with pytest.raises(
+        (DataError, OSError), match={"no cache": "is no cache", "restore": "no node", "add": "full"}[fails]
+    ):
+        await library.write_back("pictures", restore)
+    assert seen == (["added", "file"] if fails == "add" else [])
+    assert not readable(library) and not list((library.holdings.root / "trees").iterdir())
+    assert library.holdings.is_whole(SET) and not library.holdings.used[SET]

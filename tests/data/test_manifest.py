@@ -89,6 +89,8 @@ def test_key_of_another_data_set_is_not_named(changes: dict[str, object]) -> Non
         {"realm": b"r" * 31},
         {"realm": b"r" * 33},
         {"realm": CIPHER.realm, "proof": PROOF, "everybody": True},
+        {"cache": True, "everybody": True},
+        {"cache": True, "readers": (Reader(EVE, "eve"),)},
         {"realm": CIPHER.realm, "proof": PROOF, "root": None},
     ],
 )

@@ -13,7 +13,7 @@ from mesh.checkpoints.witness_group import Words
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.view import View
 from mesh.jobs import awaited_ends
-from mesh.jobs.awaited_ends import AGAIN_MAX_S, AGAIN_S, AT_ONCE, AwaitedEnds
+from mesh.jobs.awaited_ends import AGAIN_MAX_S, AGAIN_S, AT_ONCE, AwaitedEnds, stated_outcome
 from mesh.jobs.job_table import JobTable
 from mesh.model.record import JobRecord, OutcomeKind
 from mesh.model.spec import JobSpec
@@ -239,3 +239,13 @@ async def test_end_that_may_be_of_any_kind_is_asked_for(monkeypatch: pytest.Monk
     world.table.update(B, FIRST, view("failed", outcome=FAILED))
     world.records = {B: record("failed"), C: record("failed")}
     assert await world.look() == {FIRST: "failed"}
+
+
+def test_outcome_counts_that_most_witnesses_state() -> None:
+    """What a cache takes over is in it: one witness, or a few that are left, could name a result that they made up."""
+    done, failed, going = record("done"), record("failed"), record("done", final=False)
+    assert stated_outcome(Words({A: done, B: done, C: failed})) == done.record.outcome
+    assert stated_outcome(Words({A: done})) == done.record.outcome
+    for records in ({}, {A: done, B: failed}, {A: done, B: going, C: going}, {A: record(None), B: record(None)}):
+        assert stated_outcome(Words(records)) is None
+    assert stated_outcome(Words({A: done, B: done, C: done}, few=True)) is None

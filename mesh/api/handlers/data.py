@@ -50,9 +50,9 @@ class DataHandlers:
 
     # --- for jobs
 
-    async def needs(self, texts: Sequence[str]) -> tuple[DataNeed, ...]:
-        """Return what a job asks for with `NAME[:/data/DIR]`. MeshError if there is no such data set, or it may not be read."""
-        found = []
+    async def needs(self, texts: Sequence[str], caches: Sequence[str] = ()) -> tuple[DataNeed, ...]:
+        """Return what a job asks for with `NAME[:/data/DIR]`, and its caches. MeshError if one is not there or not to be read."""
+        found = [await self._cache(name) for name in caches]
         for text in texts:
             name, _, path = text.partition(":")
             known = await self._library.directory.resolve(name)
@@ -76,6 +76,23 @@ class DataHandlers:
                     f"there is no data set {name}, or no node that has it is there: `mesh data ls`", ExitCode.NOT_FOUND
                 )
         return tuple(found)
+
+    async def _cache(self, name: str) -> DataNeed:
+        """Return what a job asks for as one of its user's caches, which there need not be yet."""
+        try:
+            known = await self._library.directory.resolve(check_name(name))
+        except DataError as error:
+            raise MeshError(f"--cache: {error}", ExitCode.USAGE) from error
+        if known is None:
+            return DataNeed(name, cache=True)
+        identity, manifest = known
+        if not manifest.cache:
+            raise MeshError(
+                f"{manifest.full_name} is a data set that you added with `mesh data add`, and no job changes it: choose another "
+                f"name for the cache, or read it with --data {name}",
+                ExitCode.USAGE,
+            )
+        return DataNeed(manifest.full_name, identity, -(-manifest.chunk_bytes // MIB), cache=True)
 
     async def keys(self, needs: Sequence[DataNeed]) -> dict[bytes, StateCipher]:
         """Return the keys of those that are encrypted, by their versions. MeshError if one cannot be had."""
@@ -124,6 +141,7 @@ class DataHandlers:
             "created_unix": manifest.created_unix,
             "readers": [reader.name for reader in manifest.readers],
             "everybody": manifest.everybody,
+            "cache": manifest.cache,
             "encrypted": bool(manifest.realm),
             "mine": manifest.user_key == own.user_key,
             "readable": manifest.may_read(own.user_key),

@@ -27,6 +27,7 @@ from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.journal import AUDIT_KEPT, EVENTS_READ, Journal
 from mesh.model.events import Event, describe
+from mesh.model.record import Outcome
 from mesh.model.spec import ArrayPlace, HomePolicy, SpecError, attempt_request, format_job
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.structs import copy_as
@@ -161,6 +162,9 @@ class JobHandlers:
             for name, nodes in (("on", spec.on), ("not_on", spec.not_on))
             if nodes
         }
+        if caches := [need.last for need in spec.data if need.cache]:
+            asked["data"] = msgspec.to_builtins([need for need in spec.data if not need.cache])
+            asked["caches"] = caches
         if spec.image_id is not None:
             asked["image_id"] = f"sha256:{spec.image_id.hex()}"
         if spec.secrets is not None and spec.secrets.uses:
@@ -186,6 +190,13 @@ class JobHandlers:
         await require_free(target)
         report = await self._lookup.restore(status, status.outcome.manifest, status.outcome.holders, "out", target)
         return copy_as(schemas.jobs.Pulled, report, job=format_job(status.job), destination=str(target))
+
+    async def deliver(self, job: bytes, directory: str, outcome: Outcome) -> str:
+        """Write a finished job's published files to a directory that the job was submitted with; return what there is now."""
+        if not outcome.manifest:
+            return ""
+        answer = await self.pull(format_job(job), directory)
+        return f"{answer.files} files in {directory}"
 
     async def cancel(self, text: str) -> schemas.jobs.AllCancelled:
         found = self._lookup.find_jobs(text)

@@ -32,7 +32,7 @@ from mesh.execution.control_files import read_file
 from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.jobs.workdir import ALWAYS_IGNORED, collect_files
-from mesh.journal import Journal
+from mesh.journal import DeliveryKind, Journal
 from mesh.model.destinations import DestinationError, destinations
 from mesh.model.environment import (
     MOST_LOCK_BYTES,
@@ -83,40 +83,50 @@ class Defaults(msgspec.Struct, frozen=True):
     settle_s: float | None = None
 
 
-class OutputDelivery:
-    """Writes the published files of finished jobs to the directories asked for, also after a restart.
+class Delivery:
+    """Brings the results of finished jobs where they were asked for, also after a restart.
 
-    Nodes keep the files for `keep_s` after the job's end.
+    `bring` takes a job, the target and the outcome, and returns what it has done in words, empty if nothing; `done` is the event
+    of that. Nodes keep the files for `keep_s` after the job's end.
     """
 
     def __init__(
         self,
+        kind: DeliveryKind,
         journal: Journal,
         jobs: JobService,
-        pull: Callable[[str, str], Awaitable[schemas.jobs.Pulled]],
+        bring: Callable[[bytes, str, Outcome], Awaitable[str]],
+        done: str,
         keep_s: float = inf,
     ) -> None:
-        self._journal, self._jobs, self._pull, self._keep_s = journal, jobs, pull, keep_s
+        self.kind, self._done = kind, done
+        self._journal, self._jobs, self._bring, self._keep_s = journal, jobs, bring, keep_s
         self._wanted: dict[bytes, str] = {}
         self._again = Backoff[bytes](AGAIN_S, AGAIN_MAX_S)
         self._delivering: dict[bytes, asyncio.Task[None]] = {}
         self._problems: dict[bytes, str] = {}
         self._lost: dict[bytes, schemas.jobs.Delivery] = {}  # the last ones that were given up
 
-    async def want(self, job: bytes, directory: str) -> None:
-        self._wanted[job] = directory
-        await self._journal.request_output(job, directory)
+    async def want(self, job: bytes, target: str) -> None:
+        self._wanted[job] = target
+        await self._journal.request_delivery(self.kind, job, target)
 
     def rows(self) -> list[schemas.jobs.Delivery]:
         """Return the deliveries that are not done, and the last ones that were given up."""
-        return [*self._lost.values(), *(self._row(job, directory, False) for job, directory in self._wanted.items())]
+        return [*self._lost.values(), *(self._row(job, target, False) for job, target in self._wanted.items())]
 
-    def _row(self, job: bytes, directory: str, over: bool) -> schemas.jobs.Delivery:
-        problem = self._problems.get(job, "")
-        return schemas.jobs.Delivery(job=format_job(job), directory=directory, problem=problem, over=over)
+    def _row(self, job: bytes, target: str, over: bool) -> schemas.jobs.Delivery:
+        problem, output = self._problems.get(job, ""), self.kind == "output"
+        return schemas.jobs.Delivery(
+            job=format_job(job),
+            directory=target if output else "",
+            caches=[] if output else target.split(","),
+            problem=problem,
+            over=over,
+        )
 
     async def run(self) -> None:
-        self._wanted |= await self._journal.requested_outputs()
+        self._wanted |= await self._journal.requested_deliveries(self.kind)
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -139,14 +149,13 @@ class OutputDelivery:
         due.sort(key=lambda job: (self._again.failures(job), -ended[job].ended_unix_ms))
         for job in due[: DELIVERED_AT_ONCE - len(self._delivering)]:
             work = self._deliver(job, self._wanted[job], ended[job])
-            self._delivering[job] = asyncio.create_task(work, name=f"deliver output of {format_job(job)[:8]}")
+            self._delivering[job] = asyncio.create_task(work, name=f"deliver {self.kind} of {format_job(job)[:8]}")
 
-    async def _deliver(self, job: bytes, directory: str, outcome: Outcome) -> None:
+    async def _deliver(self, job: bytes, target: str, outcome: Outcome) -> None:
         event_log = self._jobs.event_log
         try:
-            if outcome.manifest:
-                answer = await self._pull(format_job(job), directory)
-                event_log.add(job, "state", f"{answer.files} files in {directory}", new="brought home")
+            if words := await self._bring(job, target, outcome):
+                event_log.add(job, "state", words, new=self._done)
         except Exception as error:  # an error of one delivery must not end the daemon
             failed, words = self._again.failed(job, time.monotonic()), str(error)
             given_up = isinstance(error, MeshError) and error.code == ExitCode.USAGE
@@ -156,15 +165,15 @@ class OutputDelivery:
             self._problems[job] = words
             if given_up or failed == TOLD_AT:
                 name, trace = format_job(job)[:8], None if isinstance(error, MeshError) else error
-                log.warning("job %s: its files were not brought to %s: %s", name, directory, words, exc_info=trace)
-                event_log.add(job, "state", words, new="not brought home" if given_up else "not brought home yet")
+                log.warning("job %s: its %s %s is not delivered: %s", name, self.kind, target, words, exc_info=trace)
+                event_log.add(job, "state", words, new=f"not {self._done}" if given_up else f"not {self._done} yet")
             if not given_up:
                 return
-            self._lost = dict([*self._lost.items(), (job, self._row(job, directory, True))][-MOST_LOST:])
+            self._lost = dict([*self._lost.items(), (job, self._row(job, target, True))][-MOST_LOST:])
         self._wanted.pop(job, None)
         self._again.forget(job)
         self._problems.pop(job, None)
-        await self._journal.request_output(job, "")
+        await self._journal.request_delivery(self.kind, job, "")
 
 
 class SubmissionHandlers:
@@ -179,7 +188,8 @@ class SubmissionHandlers:
         submissions: SubmissionRetry,
         images: ImageHandlers,
         secrets: SecretHandlers,
-        delivery: OutputDelivery,
+        outputs: Delivery,
+        caches: Delivery,
         lookup: JobLookup,
         nodes: NodeLookup,
         defaults: Defaults,
@@ -188,7 +198,7 @@ class SubmissionHandlers:
         self._data = data
         self._identity, self._trust, self._membership = identity, trust, membership
         self._journal, self._store, self._jobs = journal, store, jobs
-        self._submissions, self._images, self._delivery = submissions, images, delivery
+        self._submissions, self._images, self._outputs, self._caches = submissions, images, outputs, caches
         self._secrets = secrets
         self._lookup, self._nodes, self._defaults = lookup, nodes, defaults
         self._tasks = TaskSet(log)
@@ -202,7 +212,7 @@ class SubmissionHandlers:
             await self._lookup.load(name.removeprefix(ANY_END))
         members = [m for m in self._membership.members() if m.state == "alive" and not m.draining]
         alive = [member.node_id for member in members]
-        needs, command = await self._data.needs(order.data), await asyncio.to_thread(_command, order)
+        needs, command = await self._data.needs(order.data, order.caches), await asyncio.to_thread(_command, order)
         drawn = [(self._spec(order, command, chosen, alive), place) for place in _places(order)]
         specs = [msgspec.structs.replace(spec, array=place, data=needs) for spec, place in drawn]
         specs = await self._secrets.sealed(specs, order, await self._data.keys(needs))
@@ -232,7 +242,7 @@ class SubmissionHandlers:
         )
 
     def deliveries(self) -> schemas.jobs.Deliveries:
-        return schemas.jobs.Deliveries(deliveries=self._delivery.rows())
+        return schemas.jobs.Deliveries(deliveries=[*self._outputs.rows(), *self._caches.rows()])
 
     def _spec(
         self, order: SubmitOrder, command: dict[str, Any], chosen: tuple[bytes, ...], alive: list[bytes]
@@ -297,9 +307,12 @@ class SubmissionHandlers:
                 return await self._submissions.submit(spec)
 
         handed = await asyncio.gather(*map(submit, specs))
+        if names := ",".join(need.last for need in specs[0].data if need.cache):
+            for job, _ in handed:
+                await self._caches.want(job, names)
         if out is not None:
             for (job, _), spec in zip(handed, specs, strict=True):
-                await self._delivery.want(job, out if spec.array is None else str(Path(out) / spec.array.label))
+                await self._outputs.want(job, out if spec.array is None else str(Path(out) / spec.array.label))
         return handed
 
     def _dependencies(self, name: str) -> list[bytes]:
@@ -312,7 +325,7 @@ class SubmissionHandlers:
     def _refuse_impossible(self, spec: JobSpec) -> None:
         adverts = self._jobs.mesh_view.adverts()
         for need in spec.data:
-            if not need.manifest and not any(need.name in advert.data_paths for advert in adverts):
+            if not need.manifest and not need.cache and not any(need.name in advert.data_paths for advert in adverts):
                 words = f"there is no data set {need.name}: `mesh data ls` lists them, `mesh data add` makes one"
                 raise MeshError(words, ExitCode.NOT_FOUND)
         if reason := cannot_ever(placement_request(b"", spec, 0), adverts):

@@ -6,9 +6,10 @@ import msgspec
 class DataSet(msgspec.Struct, frozen=True, kw_only=True):
     """The newest known version of a data set.
 
-    `name`: `USER/NAME`; `readers`: users besides the owner; `mine`: it is of this node's user; `readable`: its jobs may read it.
-    `encrypted`: on the disks of the nodes that have it. `here`: this node has it whole; `path`: the directory that the owner of
-    this node offers for it; `fetching`: progress. `nodes`: those that say they have it whole.
+    `name`: `USER/NAME`; `readers`: users besides the owner; `mine`: it is of this node's user; `readable`: its jobs may read
+    it. `cache`: its owner's jobs add to it. `encrypted`: on the disks of the nodes that have it. `here`: this node has it
+    whole; `path`: the directory that the owner of this node offers for it; `fetching`: progress. `nodes`: those that say they
+    have it whole.
     """
 
     name: str
@@ -18,6 +19,7 @@ class DataSet(msgspec.Struct, frozen=True, kw_only=True):
     created_unix: int
     readers: list[str]
     everybody: bool
+    cache: bool
     encrypted: bool
     mine: bool
     readable: bool

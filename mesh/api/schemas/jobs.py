@@ -252,10 +252,12 @@ class AllCancelled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """Files that this node is to bring to `directory`. `problem`: why the last try failed; `over`: there is no other try."""
+    """Files that this node is to bring to `directory`, or to add to `caches`. `problem`: why the last try failed; `over`:
+    there is no other try."""
 
     job: str
     directory: str
+    caches: list[str] = []
     problem: str
     over: bool
 

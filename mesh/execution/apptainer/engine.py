@@ -120,8 +120,7 @@ class ApptainerEngine(ProcessEngine):
 
     def _wrap(self, launch: Launch) -> list[str]:
         """Return the words in front of the guest's command."""
-        own = {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
-        own |= {place: place for place in (*TEMPORARY_PLACES, SHARED_MEMORY)}
+        own = launch.directories | {place: place for place in (*TEMPORARY_PLACES, SHARED_MEMORY)}
         readable = [(shown.source, shown.target) for shown in launch.data]
         if launch.environment is not None:
             readable.append((launch.environment, INSIDE))

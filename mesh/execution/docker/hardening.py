@@ -2,7 +2,7 @@
 
 All capabilities dropped, no new privileges, Docker's default seccomp profile, read-only root, a user other than root, no network
 unless the owner allows it (`egress.py`), no namespace of the host, no engine socket, and nothing of the host but the attempt's
-four directories, its data sets and environment (read-only), and the mounts of the node's guard. There is no setting for
+directories, its data sets and environment (read-only), and the mounts of the node's guard. There is no setting for
 privileged containers.
 """
 
@@ -81,7 +81,7 @@ def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Trai
         "environment": environment,
         "working_dir": WORK,
         "user": user,
-        "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in _directories(launch).items()}
+        "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in launch.directories.items()}
         | _secrets(launch),
         "mounts": [
             docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
@@ -151,15 +151,11 @@ def give_files(launch: Launch) -> None:
     """Give the attempt's files to the container's user if the daemon runs as another user."""
     if os.getuid() == 0:
         for path in (
-            *_directories(launch),
+            *launch.directories,
             *_secrets(launch),
             *(str(m.source) for m in launch.injection.mounts if not m.read_only),
         ):
             _give(Path(path))
-
-
-def _directories(launch: Launch) -> dict[str, str]:
-    return {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
 
 
 def _secrets(launch: Launch) -> dict[str, dict[str, str]]:

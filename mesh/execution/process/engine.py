@@ -452,8 +452,7 @@ def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:
 
 def _own(launch: Launch) -> list[Path]:
     """Return the paths of the attempt, and of the node's guard, that the guest may write."""
-    own = [launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir]
-    return [Path(path) for path in own + _injected_files(launch, read_only=False)]
+    return [Path(path) for path in [*launch.directories, *_injected_files(launch, read_only=False)]]
 
 
 def _injected_files(launch: Launch, read_only: bool) -> list[str]:
