@@ -1,5 +1,5 @@
 """Data sets through real daemons: adding, adding again, many small files, fetching from three holders, a job's first batch while
-it is fetched, and memory.
+it is fetched, a cache that jobs fill, and memory.
 
 Beside rsync and restic, tar with zstd, and rsync and aria2c, where these are installed. Every subject ends with `sync`, so each
 figure is the time until the bytes are on disk. Writes build/bench/data.json.
@@ -32,7 +32,7 @@ SMALL_BYTES = 10_000
 CHANGED = 0.01
 ADD_GOAL, AGAIN_GOAL, SMALL_GOAL, FETCH_GOAL, MEMORY_GOAL_MIB = 1.0, 0.1, 1.2, 0.9, 150.0
 HOLDERS = 3
-PARTS = ("add", "small", "fetch", "stream", "memory")
+PARTS = ("add", "small", "fetch", "stream", "cache", "memory")
 BATCH, WORKERS = 32, 4  # records of 1 MiB in a batch, and threads that read them, as data loaders do
 FIRST_GOAL = 0.05
 PRIORITY = "--priority"
@@ -332,6 +332,59 @@ def measure_stream(options: argparse.Namespace, on: Path) -> list[dict[str, Any]
             ),
         ]
     return rows
+
+
+FILL = 'cd "$MESH_CACHE_FILLED"; for n in $(seq "$1"); do head -c "$2" /dev/urandom > "$n"; done'
+
+
+def measure_cache(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
+    """A job on another node fills a cache, and two later ones begin with it: the first fetches it, the second copies it."""
+    count = max(1, round(options.gib * 1024 * MIB / FILE_BYTES))
+    taken: dict[str, list[float]] = {name: [] for name in ("plain", "ended", "written", "fetched", "copied", "cp")}
+    empty, again = ("run", "--no-workdir", "--", "true"), ("run", "--no-workdir", "--cache", "filled", "--", "true")
+    fill = ("--no-workdir", "--cache", "filled", "--", "sh", "-ec", FILL, "sh", str(count), str(FILE_BYTES))
+    source, copy = on / "source", on / "copy"
+    make_large(source, count)
+    with Stack(2, directory=on / "stack", overrides={"process_engine_for": "all"}) as stack:
+        stack.start_all()
+        user = stack.nodes[0]
+        mesh(user, "pause")
+        for _ in range(options.rounds):
+            taken["plain"].append(timed(lambda: told_by(user, *empty), on))
+            job = told_by(user, "submit", *fill).strip()
+            at = waited(lambda job=job: written_back(user, job), "the write-back")  # type: ignore[misc]
+            taken["ended"].append(at[1] - at[0])
+            taken["written"].append(at[2] - at[1])
+            for name in ("fetched", "copied"):
+                touch_memory(options.gib, on)
+                taken[name].append(timed(lambda: told_by(user, *again), on) - taken["plain"][-1])
+            touch_memory(options.gib, on)
+            taken["cp"].append(timed(lambda: run("cp", "-r", source, copy), on))
+            shutil.rmtree(copy)
+            mesh(user, "data", "rm", "filled")
+    size = f"{options.gib:g} GiB"
+    return [
+        row(f"a job adds {size} to a cache: from its exit to its end", taken["ended"], "s", goal="-", met=None),
+        row(f"from its end until {size} are in the cache", taken["written"], "s", goal="-", met=None),
+        row(f"a job begins with {size} that its node fetches", taken["fetched"], "s", goal="-", met=None),
+        row(
+            f"a job begins with {size} that its node has",
+            taken["copied"],
+            "s",
+            goal="-",
+            met=None,
+            peer="cp",
+            peer_values=taken["cp"],
+        ),
+    ]
+
+
+def written_back(node: StackNode, job: str) -> tuple[float, float, float] | None:
+    """Return when a job's command had ended, when the job was over, and when what it added was in the cache."""
+    told = mesh(node, "job", "events", job)["events"]
+    found = {event["text"].partition(":")[0]: event["unix_ms"] / 1000 for event in reversed(told)}
+    names = ("saving", "the job is over", "written back")
+    return (found[names[0]], found[names[1]], found[names[2]]) if all(name in found for name in names) else None
 
 
 def told_by(node: StackNode, *words: str) -> str:

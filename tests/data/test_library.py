@@ -17,7 +17,7 @@ from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link
 from ckptstore.dataset_adder import Adder, Progress
 from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
-from ckptstore.errors import Stopped
+from ckptstore.errors import QuotaExceeded, Stopped
 from ckptstore.fetch import Request
 from membership.envelope import OVERHEAD
 from membership.identity import Identity
@@ -575,3 +575,22 @@ async def test_write_back_that_fails_leaves_nothing(
     assert seen == (["added", "file"] if fails == "add" else [])
     assert not readable(library) and not list((library.holdings.root / "trees").iterdir())
     assert library.holdings.is_whole(SET) and not library.holdings.used[SET]
+
+
+async def test_write_back_keeps_to_the_quota(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library._membership = SimpleNamespace(credentials=SimpleNamespace(user_key=b"a" * 32))  # type: ignore[assignment]
+    monkeypatch.setattr(library.keys, "for_version", lambda name, readers: CIPHER)
+
+    async def resolve(name: str) -> None:
+        return None
+
+    async def restore(place: Path) -> None:
+        place.mkdir()
+        (place / "large").write_bytes(os.urandom(3 * SIZE))
+
+    monkeypatch.setattr(library.directory, "resolve", resolve)
+    with pytest.raises(QuotaExceeded, match="data_quota_gib"):
+        await library.write_back("filled", restore)
+    assert not list((library.holdings.root / "trees").iterdir()) and not library.holdings.held

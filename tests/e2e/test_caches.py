@@ -59,7 +59,7 @@ test "$HF_HOME" = "$MESH_CACHE_HUGGINGFACE"; cd "$HF_HOME"; test -z "$(ls -A)"
 mkdir -p blobs snapshots/main; printf '%s-%s' "$ONE" "$TWO" > blobs/weights; chmod 000 blobs/weights
 printf 'a\\nb' > "$(printf 'two\\nlines')"
 ln -s ../../blobs/weights snapshots/main/model; ln -s "$HF_HOME/blobs" absolute
-ln -s /etc/passwd leads-out; ln -s ../../work up; mkfifo pipe; truncate -s 1G sparse
+ln -s /etc/passwd leads-out; ln -s ../pip up; mkfifo pipe; truncate -s 1G sparse
 """
 FIND = """
 cd "$HF_HOME"; test "$(cat snapshots/main/model)" = "$ONE-$TWO"; test "$(cat absolute/weights)" = "$ONE-$TWO"

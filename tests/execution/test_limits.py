@@ -39,6 +39,16 @@ MIB = 1 << 20
 LAUNCH = Launch("j", 0, ("true",), {}, "w", "c", "o", "t", "l", "n", 1.0)
 
 
+def test_caches_of_a_guest_count_for_its_disk_limit(tmp_path: Path) -> None:
+    places = {name: str(tmp_path / name) for name in ("work_dir", "ckpt_dir", "out_dir", "ctl_dir", "cache_dir")}
+    for place in places.values():
+        Path(place, "inner").mkdir(parents=True)
+    launch = msgspec.structs.replace(LAUNCH, **places, log_path=str(tmp_path / "log"))
+    before, inodes = limits.used(launch)
+    Path(places["cache_dir"], "inner", "file").write_bytes(os.urandom(MIB))
+    assert limits.used(launch)[0] >= before + MIB and limits.used(launch)[1] == inodes + 1
+
+
 def test_owner_keeps_eighth_of_memory_by_default() -> None:
     assert ceilings_of(64 << 10, Settings()) == Ceilings(56 << 10, 4096, log_mib=1024)
     assert ceilings_of(2 << 10, Settings()).memory_mib == 1 << 10
