@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckptstore.errors import TooLarge
 from mesh.util import trees
 
-MAX_ENTRIES = 100_000  # of a cache: a node remembers how each looked at the start of a job, 0.3 kB (own choice)
+MAX_ENTRIES = 100_000  # of a cache: a node remembers how each looked at the start, 0.4 kB (own choice)
 FILE_MODE = 0o644
 
 
