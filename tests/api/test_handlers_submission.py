@@ -42,10 +42,10 @@ async def test_job_is_handed_over_although_the_client_stops_waiting(monkeypatch:
         6: SimpleNamespace(submit=submit),
         8: SimpleNamespace(sealed=same),
         9: SimpleNamespace(want=want),
-        12: SimpleNamespace(encrypt=False),
-        13: SimpleNamespace(needs=nothing, keys=no_keys),
+        13: SimpleNamespace(encrypt=False),
+        14: SimpleNamespace(needs=nothing, keys=no_keys),
     }
-    handlers = SubmissionHandlers(*(parts.get(place) for place in range(14)))
+    handlers = SubmissionHandlers(*(parts.get(place) for place in range(15)))
     monkeypatch.setattr(handlers, "_spec", lambda *given: make_spec())
     monkeypatch.setattr(handlers, "_refuse_impossible", lambda spec: None)
     monkeypatch.setattr(module, "require_free", nothing)

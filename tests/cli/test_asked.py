@@ -12,7 +12,7 @@ ELSEWHERE = {  # in other lines, or not the user's choice
 
 
 def test_each_field_of_a_request_is_shown_or_known_as_shown_elsewhere() -> None:
-    shown = {name for name in OPTIONS if not name.startswith("ckpt")} - {"environment", "secret_nodes"}
+    shown = {name for name in OPTIONS if not name.startswith("ckpt")} - {"environment", "secret_nodes", "caches"}
     assert shown | ELSEWHERE == set(JobSpec.__struct_fields__)
     rules = {"ckpt" if name == "directory" else f"ckpt_{name}" for name in Checkpointing.__struct_fields__}
     assert rules - set(OPTIONS) == {"ckpt_stable_s", "ckpt_keep"}, "no option sets these"
@@ -29,6 +29,7 @@ def test_request_reads_as_its_options() -> None:
         "cpus": 2.5,
         "env": {"SEED": "7", "PROGRAM": "x" * 100},
         "data": [{"name": "ada/words", "mib": 3}, {"name": "ada/sounds", "path": "/data/s"}],
+        "caches": ["pip", "torch"],
         "checkpoints": {"directory": "ckpts", "every": 90.0, "to": ["desk", "lab"]},
         "error_budget": 2,
         "retry_codes": [3, 4],
@@ -36,7 +37,7 @@ def test_request_reads_as_its_options() -> None:
         "max_time_s": 5400.0,
     }
     assert asked_words(asked) == (
-        "--nodes 2; at most 4; --memory 6g; --cpus 2.5; --data ada/words ada/sounds:/data/s; "
+        "--nodes 2; at most 4; --memory 6g; --cpus 2.5; --data ada/words ada/sounds:/data/s; --cache pip torch; "
         f"--env SEED=7 PROGRAM={'x' * 51}…; --ckpt ckpts; --ckpt-every 1m30s; --ckpt-to desk,lab; --retries 2; "
         "--retry-on 3,4; --deadline 2026-12-01T08:00; --max-time 1h30m"
     )

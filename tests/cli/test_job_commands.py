@@ -137,7 +137,7 @@ def test_wait_stays_with_some_jobs_of_an_array(run: Any, name: str, asked: str) 
 
 
 def test_wait_is_for_the_files_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"job": "joba", "directory": "/home/her/out", "problem": "", "over": False}
+    row = {"job": "joba", "directory": "/home/her/out", "caches": [], "problem": "", "over": False}
     steps = iter([[row], [row], []])
     answers = {
         "GET /v1/jobs?fits=joba": lambda: {"jobs": [state("joba")]},
@@ -151,6 +151,11 @@ def test_wait_is_for_the_files_too(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(jobs_module, "DELIVERY_S", 0.1)
     done, _ = run({**answers, "GET /v1/deliveries": lambda: {"deliveries": [row]}}, "wait", "joba")
     assert done.exit_code == 1 and "not in /home/her/out yet" in done.stderr
+    cached = {**row, "directory": "", "caches": ["pip", "torch"], "problem": "the disk is full"}
+    for over, words in ((False, "is not written back yet: the disk is full"), (True, "was not written back")):
+        late = [{**cached, "over": over}]
+        done, _ = run({**answers, "GET /v1/deliveries": lambda late=late: {"deliveries": late}}, "wait", "joba")
+        assert done.exit_code == 1 and f"has added to cache pip, torch {words}" in done.stderr
 
 
 def test_moves_counts_no_attempt_that_never_ran() -> None:
