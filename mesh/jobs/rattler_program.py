@@ -146,7 +146,7 @@ async def _unpack(package: CondaPackage, archive: Path, unpacked: Path) -> "Repo
 
 
 def _entries(records: Sequence["RepoDataRecord"], unpacked: Path) -> Iterable[Entry]:
-    """Return what the packages have, at the paths that it gets in the environment."""
+    """Return what the packages list, at the paths that it gets. BadPackage if one has a link that leads out of it."""
     from rattler import PathsJson
 
     python = next((record for record in records if record.name.normalized == "python"), None)
@@ -156,16 +156,20 @@ def _entries(records: Sequence["RepoDataRecord"], unpacked: Path) -> Iterable[En
     yield Entry("python", site, None)
     for record in records:
         name = f"{record.name.normalized}-{record.version}-{record.build}"
-        has = {PurePosixPath(entry.path).relative_to(unpacked / name) for entry in trees.walk(unpacked / name)}
-        for listed in PathsJson.from_package_directory(unpacked / name).paths:
+        root = unpacked / name
+        has = {
+            PurePosixPath(entry.path).relative_to(root): os.readlink(entry) if entry.is_symlink() else None  # noqa: PTH115
+            for entry in trees.walk(root)
+        }
+        check(Entry(name, *one) for one in has.items())  # rattler reads files through links, also through unlisted ones
+        for listed in PathsJson.from_package_directory(root).paths:
             path = PurePosixPath(listed.relative_path)
             if path not in has:  # nor is it read through a link
                 raise BadPackage(f"{name} lists a path that is not its own: {str(path)[:100]!r}")
-            here = unpacked / name / path
-            target = str(here.readlink()) if here.is_symlink() else None
-            if record.noarch.python and len(path.parts) > 1:
-                path = places.get(path.parts[0], PurePosixPath(path.parts[0])).joinpath(*path.parts[1:])
-            yield Entry(name, path, target)
+            yield Entry(name, path, has[path])
+            if record.noarch.python:
+                top, *rest = path.parts
+                yield Entry(name, places.get(top, PurePosixPath(top)).joinpath(*rest), has[path])
 
 
 def check(entries: Iterable[Entry]) -> None:

@@ -1,6 +1,7 @@
 """Environments of conda packages: from the owner's channels, by hashes, with their own paths, and nothing outside of them."""
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -234,10 +235,13 @@ def test_job_has_one_environment_inside_its_directory() -> None:
         encode_spec(make_spec(conda=LOCK, image="train", checkpointing=Checkpointing(mode="system")))
 
 
+FILE = {"path_type": "hardlink", "prefix_placeholder": PLACEHOLDER, "file_mode": "text", "size_in_bytes": 0}
 OUT = "has a path that leads out of the environment"
 LINK = "has a link that leads out of the environment"
 ABOVE = "hostile-1.0-0.*: invalid package-relative archive path"
 NOT_OWN = "lists a path that is not its own"
+# A file that is listed as such, and is not: rattler reads what the link leads to, to write the prefix into a copy.
+READ_THROUGH = {"instead": {"paths.json": json.dumps({"paths": [{**FILE, "_path": "x"}], "paths_version": 1}).encode()}}
 HOSTILE: list[tuple[dict[str, File], dict[str, Any], str]] = [
     ({"../outside/mine": b"x"}, {}, ABOVE),
     ({"../outside/mine": b"x", "share/x": b"x"}, {"listed": ["share/x"]}, ABOVE),
@@ -250,7 +254,11 @@ HOSTILE: list[tuple[dict[str, File], dict[str, Any], str]] = [
     ({"share/x": "here/../../../outside"}, {}, LINK),
     ({"x": ".."}, {}, LINK),
     ({"share/x": "{outside}", "share/x/mine": b"x"}, {}, "failed to unpack `share/x/mine`"),
-    ({"share/x": "{outside}"}, {"listed": ["share/x/mine"]}, NOT_OWN),
+    ({"share/x": "{outside}"}, {"listed": ["share/x/mine"]}, LINK),
+    ({"u": "{outside}", "x": "u/mine"}, READ_THROUGH, LINK),
+    ({"u": "../../../outside", "x": "u/mine"}, READ_THROUGH, LINK),
+    ({"site-packages/x": "../../../../outside/mine"}, {"noarch": "python"}, LINK),
+    ({"site-packages": "."}, {"noarch": "python"}, "beyond a link of hostile-1.0-0"),
     ({"share/x": HardLink("{outside}/mine")}, {}, "failed to unpack `share/x`"),
     ({"share/x": HardLink("../outside/mine")}, {}, "failed to unpack `share/x`"),
     ({"share/x": b"x"}, {"listed": ["share/x", "share/y"]}, NOT_OWN),
