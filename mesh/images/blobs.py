@@ -67,10 +67,10 @@ class Part:
 
 
 class BlobStore:
-    """The store. Calls block: run them in a thread. `bound_bytes` limits what is not in use."""
+    """The store. Calls block: run them in a thread. `bound_bytes` limits what was not used for `idle_s`."""
 
-    def __init__(self, root: Path, bound_bytes: int) -> None:
-        self.bound_bytes = bound_bytes
+    def __init__(self, root: Path, bound_bytes: int, idle_s: float = IDLE_S) -> None:
+        self.bound_bytes, self._idle_s = bound_bytes, idle_s
         self._blobs, self._tags, self._lock = root / "blobs", root / "tags.json", Lock()
         self._sound: dict[bytes, int] = {}  # when the file of a verified blob changed last
         self._known: dict[bytes, Manifest] = {}
@@ -195,7 +195,7 @@ class BlobStore:
                 files.append((seen.st_mtime, seen.st_size, path))
         total = sum(size for _, size, _ in files)
         for used, size, path in sorted(files):
-            if total <= self.bound_bytes or now - used < IDLE_S:
+            if total <= self.bound_bytes or now - used < self._idle_s:
                 return
             path.unlink(missing_ok=True)
             total -= size

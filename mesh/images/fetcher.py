@@ -95,7 +95,10 @@ class BlobFetcher:
         return (0, "") if blob is None else (len(blob.givers) * PIECE_BYTES, blob.problem)
 
     async def close(self) -> None:
+        """End all fetches, and remove what came of blobs that are not whole."""
         await asyncio.gather(*(blob.fetch.end() for blob in self._blobs.values() if blob.fetch is not None))
+        while self._blobs:
+            self._blobs.popitem()[1].close()
 
     async def _fetch(self, digest: bytes, blob: _Blob, name: str) -> None:
         idle, done, blob.problem = 0, (0, 0), ""
@@ -125,7 +128,8 @@ class BlobFetcher:
         origin = self._origin(digest, name)
         holders = [node for node in origin.holders if node not in blob.unfit and node != self._me]
         order = [node for node, _ in rank(self._me + digest[:16], [(node, 1) for node in holders])]
-        order.sort(key=lambda node: blob.failed[node])
+        # A length that is too small costs least until that is found out.
+        order.sort(key=lambda node: (blob.failed[node], origin.holders[node] or 0))
         try:
             if order:
                 size = origin.holders[order[0]]

@@ -43,6 +43,7 @@ from membership.durable import write_durably
 from mesh.execution.control_files import read_file
 from mesh.execution.disk_usage import blocks, tree_use
 from mesh.execution.engine import INSIDE
+from mesh.images import blobs
 from mesh.jobs.image_python import ImagePython
 from mesh.jobs.package_origins import PackageOrigins
 from mesh.jobs.packages import HOST, Neighbours, Packages
@@ -326,7 +327,12 @@ class Environments:
                 await asyncio.to_thread(trees.remove, old)
 
     def _takes_over(self, most_bytes: int) -> bool:
-        """Tell whether the environments take more, or cannot be counted. uv links the files of an environment into its cache."""
+        """Tell whether the environments take more, cannot be counted, or have filled the disk.
+
+        uv links the files of an environment into its cache.
+        """
+        if shutil.disk_usage(self._directory).free < blobs.SPARE_BYTES:
+            return True
         try:
             return tree_use([self._directory], most_bytes, of=partial(blocks, of_link=True))[0] > most_bytes
         except trees.OutOfReach:
@@ -396,7 +402,8 @@ class Environments:
             await asyncio.wait(waited, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             full = bounded and await asyncio.to_thread(self._takes_over, self._quota)  # it may end before a look
             if full or not reading.done():
-                why = f"more than {amount(self._quota)} (env_cache_gib)" if full else f"more than {within_s:g} s"
+                room = f"more than {amount(self._quota)} (env_cache_gib), or all but {amount(blobs.SPARE_BYTES)} of the disk"
+                why = room if full else f"more than {within_s:g} s"
                 raise NoEnvironment(f"its environment takes {why} on this node")
             shown, told, code = reading.result()
         finally:

@@ -108,7 +108,7 @@ class Packages:
     def __init__(
         self, root: Path, most_bytes: int, origins: PackageOrigins, gives: bool, neighbours: Neighbours
     ) -> None:
-        self.store = BlobStore(root, most_bytes // PART_OF_QUOTA)
+        self.store = BlobStore(root, most_bytes // PART_OF_QUOTA, 0.0)
         self.most_bytes, self.origins, self.neighbours = most_bytes, origins, neighbours
         self._gives = gives
         self._build: Build | None = None
@@ -139,6 +139,7 @@ class Packages:
         finally:
             self._build = None
             await build.close()
+            await self.fetcher.close()
 
     def _origin(self, digest: bytes, name: str) -> Origin:
         if self._build is None:

@@ -64,6 +64,8 @@ class PackageHolder(Holder):
             lengths = [PIECE_BYTES] * len(hashes)
         if self.manner == "says it has 100 GB":
             lengths = [100 << 30] * len(hashes)
+        if self.manner == "says it is large":
+            lengths = [MOST if length else 0 for length in lengths]
         if self.manner == "gives another length":
             lengths = [length + 1 for length in lengths]
         if self.manner == "answers for more":
@@ -86,6 +88,8 @@ class PackageHolder(Holder):
             await asyncio.sleep(0)  # a write that need not wait lets nobody else run
         for piece in pieces or ():
             self.given += 1
+            if self.manner == "breaks off" and len(piece) < PIECE_BYTES:
+                break
             await response.write(piece[:-1] + bytes([piece[-1] ^ 1]) if self.manner == "lies" else piece)
             if self.manner == "stands still":
                 await asyncio.Event().wait()
@@ -153,6 +157,21 @@ async def test_hostile_node_keeps_no_package_away(world: World, manner: str) -> 
     packages = await world.packages(a=manner, b="")
     assert await got(packages) == WHEEL
     assert B not in world.blamed and not list((world.directory / "me" / "blobs").glob("*.part"))
+
+
+async def test_node_that_says_a_package_is_large_is_asked_last(world: World) -> None:
+    """It could fill the quota with its bytes, and so end the build."""
+    packages = await world.packages(**dict.fromkeys("abcdef", "says it is large"), z="")
+    assert await got(packages) == WHEEL
+    assert not sum(holder.given for node, holder in world.holders.items() if node != node_named("z").node_id)
+
+
+async def test_nothing_of_a_package_that_did_not_come_stays(world: World) -> None:
+    """A lock may name packages that nodes never give whole, each as long as the quota."""
+    packages = await world.packages(a="breaks off")
+    with pytest.raises(FetchFailed):
+        await got(packages)
+    assert world.holders[A].given and not list((world.directory / "me" / "blobs").iterdir())
 
 
 async def test_nodes_that_say_they_have_it_keep_no_other_from_being_asked(world: World) -> None:
@@ -254,6 +273,25 @@ async def test_longest_unused_packages_go_before_a_build(tmp_path: Path, monkeyp
         os.utime(made.packages.store.path(digest), (1000 - age, 1000 - age))
     await made._make_room()
     assert made.packages.lengths(kept) == [PIECE_BYTES // 2, PIECE_BYTES // 2, 0, 0], "a quarter of env_cache_gib stays"
+
+
+async def test_packages_of_one_build_do_not_end_the_next(served: Index, world: World) -> None:
+    """Those of a build that goes beyond the quota are no reason to end that of another user."""
+    work = served.project(world.directory / "work")
+    made = Environments(world.directory / "environments", served.address, 8 * PIECE_BYTES, (), NOBODY)
+    for _ in range(9):
+        made.packages.store.keep(os.urandom(PIECE_BYTES))
+    assert (await made.ready(b"b" * 32, UvProject(), work, lambda text: None) / "bin" / "tiny").exists()
+
+
+async def test_build_leaves_space_on_the_disk(served: Index, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = served.project(world.directory / "work")
+    made = Environments(world.directory / "environments", served.address, MOST, (), NOBODY)
+    (wheel,) = served.wheels.glob("*.whl")
+    made.packages.store.keep(wheel.read_bytes())
+    monkeypatch.setattr(blobs_module, "SPARE_BYTES", 1 << 60)
+    with pytest.raises(NoEnvironment, match=r"or all but .* of the disk"):
+        await made.ready(b"b" * 32, UvProject(), work, lambda text: None)
 
 
 async def test_only_packages_are_given_and_only_where_they_may_be(tmp_path: Path) -> None:
