@@ -487,10 +487,12 @@ def batches(items: Iterable[tuple[bytes, int]], size: int) -> Iterator[list[tupl
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a tree whose directories are read-only."""
+    """Remove a file, or a tree whose directories are read-only."""
     for _, _, _, descriptor in os.fwalk(path):
         os.fchmod(descriptor, 0o700)
     shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _read_only(path: Path) -> None:

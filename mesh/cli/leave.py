@@ -43,7 +43,7 @@ def leave(ctx: click.Context, grace: float | None, now: bool, remove: bool, yes:
     stop(ctx, grace, now)
     kept: Path | None = None
     if remove:
-        _remove(where.root)
+        _remove(where)
     else:
         kept = _put_aside(where.root)
     if as_json:
@@ -120,11 +120,12 @@ def _put_aside(root: Path) -> Path:
         raise _left_behind(root, error.strerror or str(error)) from error
 
 
-def _remove(root: Path) -> None:
-    """Remove the state directory, and what a link to it leads to."""
+def _remove(where: Layout) -> None:
+    """Remove the state directory, and what a link to it leads to. The genesis goes last, so that this can be done again."""
     from mesh.util import trees
 
-    for path in dict.fromkeys([root.resolve(), root]):
+    root = where.root
+    for path in [*(path for path in root.iterdir() if path != where.genesis), root.resolve(), root]:
         trees.remove(path)
     if root.exists():
         raise _left_behind(root, "some of it cannot be removed")

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 def left_in_the_clear(root: Path) -> list[Path]:
     """Return the directories with files of encrypted data sets, which guests no longer use once the daemon has ended.
 
-    Those of sets that are not here, or were not whole, count as encrypted.
+    Those of sets that are not here, or were not whole, count as encrypted, and so do tables with names of files.
     """
-    found = []
+    found = list((root / "tmp").glob("*.bundled"))
     for tree in sorted((root / "trees").glob("*")):
         with suppress(OSError, DataError):
             if not decode_manifest((root / "sets" / tree.name).read_bytes()[OVERHEAD:]).realm:

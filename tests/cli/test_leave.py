@@ -15,6 +15,7 @@ from mesh.cli import leave as leave_module
 from mesh.cli import nodes as nodes_module
 from mesh.cli.main import cli
 from mesh.daemon.layout import Layout, save_membership
+from mesh.util import trees
 from mesh.util.errors import ExitCode
 from tests.chains import admitted
 from tests.cli.test_job_commands import Daemon
@@ -105,6 +106,25 @@ def test_state_is_removed_if_asked(leave: Leave, where: Layout, linked: bool) ->
         where.root.symlink_to(disk)
     done, _ = leave("--yes", "--remove")
     assert done.exit_code == 0 and not (where.root.is_symlink() or where.root.exists() or disk.exists() or aside(where))
+
+
+def test_removal_that_was_stopped_in_the_middle_can_be_done_again(
+    leave: Leave, where: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else keys stay on the disk of a machine that is said to belong to no mesh."""
+    real = trees.remove
+
+    def stopped(path: Path) -> None:
+        if path == where.root:
+            where.genesis.unlink(missing_ok=True)  # what a directory has goes in any order
+        if path in {where.key, where.root}:
+            raise KeyboardInterrupt
+        real(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trees, "remove", stopped)
+        assert leave("--yes", "--remove")[0].exit_code != 0 and where.key.exists()
+    assert leave("--yes", "--remove")[0].exit_code == 0 and not where.root.exists()
 
 
 def test_machine_whose_daemon_has_stopped_can_leave(leave: Leave, where: Layout) -> None:

@@ -16,7 +16,7 @@ from ckptstore import checker, dataset_adder
 from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link
 from ckptstore.dataset_adder import Adder, Progress
-from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
+from ckptstore.dataset_store import KEEP_PARTIAL_S, Bundled, DataSets, remove_tree
 from ckptstore.errors import QuotaExceeded, Stopped
 from ckptstore.fetch import Request
 from membership.envelope import OVERHEAD
@@ -440,6 +440,17 @@ async def test_files_of_an_encrypted_set_that_a_crash_left_go_at_the_next_start(
     monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: manifest)
     await asyncio.to_thread(library.holdings._reopen)
     assert not readable(library) and library.holdings.is_whole(SET)
+
+
+async def test_names_of_files_that_a_crash_left_are_found(library: DataLibrary) -> None:
+    """They are on the disk while files are made, in a table."""
+    table = Bundled(library.holdings.store.tmp)
+    table.put(os.fsdecode(b"data/" + SECRET), 0o644, (SET, 1, 0, 1))
+    table._db.commit()
+    assert readable(library) == left_in_the_clear(library.holdings.root)
+    for path in left_in_the_clear(library.holdings.root):  # as `mesh down` does
+        remove_tree(path)
+    assert not readable(library)
 
 
 async def test_files_of_a_set_for_everybody_stay(library: DataLibrary, tmp_path: Path, monkeypatch: Any) -> None:
