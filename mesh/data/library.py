@@ -310,6 +310,8 @@ class DataLibrary:
         with self.holdings.store.working():
             added = await _finished(read)
             work.at("is signed")
+            if cipher is not None and cipher.key != (await asyncio.to_thread(self.keys.for_version, name, keys)).key:
+                raise DataError("a node that could have its key was revoked meanwhile: add it again, with another key")
             sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes, cipher, cache)
             identity = data_id(sealed)
             manifest = self.directory.opened(identity, sealed)

@@ -486,13 +486,11 @@ async def test_damage_of_an_encrypted_set_is_found_without_its_key(library: Data
     assert "cannot be read here" in work.problem and library.holdings.is_here(SET)
 
 
-async def test_data_set_is_encrypted_unless_it_is_for_everybody(
-    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_bytes(SECRET * 100)
-    own = SimpleNamespace(user_key=b"a" * 32)
+def adding(library: DataLibrary, monkeypatch: pytest.MonkeyPatch) -> tuple[list[DataManifest], set[bytes]]:
+    """Let a library add data sets of ada's; return what it signs, and the nodes that are revoked."""
+    own, revoked = SimpleNamespace(user_key=b"a" * 32), set[bytes]()
     library.keys._membership = SimpleNamespace(credentials=own)  # type: ignore[assignment]
-    library.keys._trust = SimpleNamespace(seen=dict, revoked=set())  # type: ignore[assignment]
+    library.keys._trust = SimpleNamespace(seen=dict, revoked=revoked)  # type: ignore[assignment]
     signed: list[DataManifest] = []
 
     def sign(
@@ -512,6 +510,14 @@ async def test_data_set_is_encrypted_unless_it_is_for_everybody(
 
     monkeypatch.setattr(library, "_sign", sign)
     monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: signed[sealed[0]])
+    return signed, revoked
+
+
+async def test_data_set_is_encrypted_unless_it_is_for_everybody(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(SECRET * 100)
+    signed, _ = adding(library, monkeypatch)
     for everybody in (False, True):
         work = library.add("pictures", tmp_path / "file", (), everybody, False)
         await asyncio.wait([work.task])
@@ -605,3 +611,24 @@ async def test_write_back_keeps_to_the_quota(
     with pytest.raises(QuotaExceeded, match="data_quota_gib"):
         await library.write_back("filled", restore)
     assert not list((library.holdings.root / "trees").iterdir()) and not library.holdings.held
+
+
+async def test_version_that_a_revocation_overtakes_is_not_signed(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading may take hours. The node that is revoked meanwhile may have the key that it began with."""
+    (tmp_path / "file").write_bytes(SECRET * 100)
+    signed, revoked = adding(library, monkeypatch)
+    real = Adder.add
+
+    def overtaken(adder: Adder, path: Path) -> Any:
+        revoked.add(b"?" * 32)
+        return real(adder, path)
+
+    monkeypatch.setattr(Adder, "add", overtaken)
+    first = library.add("pictures", tmp_path / "file", (), False, False)
+    await asyncio.wait([first.task])
+    assert "was revoked meanwhile: add it again" in first.problem and not signed
+    second = library.add("pictures", tmp_path / "file", (), False, False)
+    await asyncio.wait([second.task])
+    assert not second.problem and signed[-1].realm
