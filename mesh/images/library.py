@@ -381,10 +381,9 @@ class Library:
         fetch = partial(self._upstream.bring, self._store, places, digest, size, is_manifest)
         return Origin(holders, fetch if places else None)
 
-    async def given(self, digest: bytes, pieces: Sequence[int]) -> Iterator[bytes]:
-        """Return pieces of a blob of the list, for another node. NotGiven if this node does not give them."""
-        listed = await asyncio.to_thread(self._names, digest, self.rules.shared.values())
-        if not listed or await asyncio.to_thread(self._store.use, digest) is None:
+    def given(self, digest: bytes, pieces: Sequence[int]) -> Iterator[bytes]:
+        """Return pieces of a blob of the list, for another node. NotGiven if this node does not give them. Blocks."""
+        if not self._names(digest, tuple(self.rules.shared.values())) or self._store.use(digest) is None:
             raise NotGiven("this node does not give that blob, or has none of that digest")
         return self._store.pieces(digest, pieces)
 

@@ -37,6 +37,7 @@ from mesh.rpc.client import PeerClient, PeerError
 from mesh.rpc.departed import departed
 from mesh.rpc.loopback import HOST as LOOPBACK
 from mesh.rpc.loopback import LoopbackServer
+from mesh.rpc.peer_credentials import is_own
 from placement.rendezvous import rank
 from placement.zones import subnet
 
@@ -166,7 +167,7 @@ class Build:
         for file in files:
             self._projects.setdefault(file.place, []).append(file)
         self._named = f"build:{os.urandom(32).hex()}"
-        self._server = LoopbackServer(CONNECTIONS)
+        self._server = LoopbackServer(CONNECTIONS, is_own)
         nodes = packages.neighbours.there()[:MOST_ASKED]
         machine = os.uname().machine
         asked = [file.sha256 for file in self._files.values() if file.fits(machine)]

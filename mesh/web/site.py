@@ -26,12 +26,12 @@ from mesh.api.routing import Handlers
 from mesh.provider.usage import By
 from mesh.rpc.departed import departed
 from mesh.rpc.loopback import HOST, LoopbackServer, heard
+from mesh.rpc.peer_credentials import is_own
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.text import plural
 from mesh.web import frame, views
 from mesh.web.frame import Shown, Viewer, document
 from mesh.web.markup import element
-from mesh.web.peer_credentials import is_ours, user_of
 from mesh.web.session import Session, Sessions, is_word, objection
 from mesh.web.stream import Output, Topic
 from mesh.web.stylesheet import sheet
@@ -121,7 +121,7 @@ class Site:
         )
         app.on_response_prepare.append(_harden)
         most = max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES_KEPT)
-        server = LoopbackServer(most, _is_ours)
+        server = LoopbackServer(most, is_own)
         if not await server.open(app, [self._wanted_port]):
             words = f"port {self._wanted_port} of {HOST} is taken: choose another as web_port in config.toml"
             raise MeshError(words)
@@ -335,16 +335,6 @@ def _gone(answer: schemas.owner.Reclaimed) -> str:
     lost = [f"{row.name or row.job[:8]} of {row.user} lost {row.lost_s:.1f} s" for row in losers]
     words = f"yours again after {answer.seconds:.1f} s; {plural(gone, 'guest has', 'guests have')} gone"
     return "; ".join([words, *lost])
-
-
-def _is_ours(transport: asyncio.Transport) -> bool:
-    """Return whether the other end is a program of this node's user."""
-    near, far = (transport.get_extra_info(name) for name in ("peername", "sockname"))
-    try:
-        return bool(near and far) and is_ours(user_of(near, far))
-    except OSError as error:
-        log.warning("the kernel does not say who asks for the page: %s", error)
-        return False
 
 
 def _page(status: int, text: str) -> web.Response:

@@ -18,6 +18,7 @@ from ckptstore.messages import MAX_IDS, MissingQuery, encode_ids, encode_missing
 from mesh.api.handlers import peers
 from mesh.api.handlers.peers import MANIFESTS, UPLOADS, UPLOADS_PER_PEER, PeerHandlers
 from mesh.consensus.messages import MessageError
+from mesh.images.library import NotGiven
 from mesh.rpc import memory
 from mesh.rpc.client import PeerClient
 from mesh.rpc.pacing import Wire
@@ -149,6 +150,32 @@ async def test_manifests_are_worked_on_in_turn_even_for_members_that_leave() -> 
         free.set()
         await asyncio.gather(*calls, return_exceptions=True)
     assert not running and calls[0].cancelled() and not handlers._manifests._held
+
+
+async def test_blobs_are_compared_with_their_hashes_in_turn() -> None:
+    """It takes seconds for the first use of a large one, and the daemon has few threads."""
+    handlers: Any = Receiver().handlers
+    free, asked, senders = threading.Event(), list[bytes](), iter((b"a", b"a", b"b", b"c", b"d", b"e"))
+
+    async def admit(request: Any) -> tuple[Any, bytes]:
+        return SimpleNamespace(node_id=next(senders)), msgspec.msgpack.encode([0])
+
+    def given(digest: bytes, numbers: list[int]) -> None:
+        asked.append(digest)
+        free.wait(60)
+        raise NotGiven("it is damaged")
+
+    handlers._admit = admit
+    handlers._packages = handlers._library = SimpleNamespace(given=given)
+    request: Any = SimpleNamespace(match_info={"hash": "ab" * 32})
+    calls = [asyncio.create_task(call(request)) for call in (handlers._package, handlers._image_blob) * 3]
+    async with asyncio.timeout(60):
+        while len(asked) < MANIFESTS:
+            await asyncio.sleep(0.01)
+        waiting = len(handlers._manifests._waiting)
+        free.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert waiting == len(calls) - MANIFESTS and len(asked) == len(calls)
 
 
 async def test_lists_of_chunks_are_looked_up_in_turn() -> None:

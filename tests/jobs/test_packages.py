@@ -22,6 +22,7 @@ from mesh.jobs.environments import Environments, NoEnvironment
 from mesh.jobs.package_origins import PackageOrigins
 from mesh.jobs.packages import (
     AT_ONCE,
+    CONNECTIONS,
     HOST,
     MAX_HASHES,
     MAX_LENGTHS_BYTES,
@@ -37,6 +38,7 @@ from mesh.jobs.packages import (
     nearest,
 )
 from mesh.model.environment import EXPLICIT, CondaList, PackageFile, UvProject, conda_packages_of, files_of
+from mesh.rpc import peer_credentials
 from mesh.rpc.client import PeerError
 from tests.conda_channel import channel
 from tests.images.holders import Holder, Holders, hurry
@@ -335,6 +337,18 @@ async def test_port_of_a_build_is_for_the_build_alone(world: World) -> None:
             await session.get(page, proxy=proxy)
     with pytest.raises(FetchFailed, match="its build is over"):
         packages._origin(FILE.sha256, "")
+
+
+async def test_other_users_take_no_connection_of_a_build(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = await world.packages(a="")
+    async with packages.serve([FILE]) as build, aiohttp.ClientSession() as session:
+        page, proxy = f"http://{HOST}/simple/tinypkg/", build.variables["HTTP_PROXY"]
+        with monkeypatch.context() as others:
+            others.setattr(peer_credentials, "is_ours", lambda uid: False)
+            for _ in range(2 * CONNECTIONS):
+                with pytest.raises(aiohttp.ClientConnectionError):
+                    await session.get(page, proxy=proxy)
+        assert (await session.get(page, proxy=proxy)).status == 200
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.web.peer_credentials import is_ours, user_of
+from mesh.rpc.peer_credentials import is_ours, user_of
 from mesh.web.session import MOST, SESSION_S, TOKEN_S, Sessions, is_word, objection
 
 PORT = 7375

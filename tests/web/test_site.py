@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from membership.identity import Identity
-from mesh.rpc import loopback
+from mesh.rpc import loopback, peer_credentials
 from mesh.web import site
 from mesh.web.site import HOST, Site
 
@@ -40,7 +40,7 @@ async def said(page: Site, request: bytes = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 async def test_connection_of_another_user_is_closed_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened() as page:
         assert b"403" in await said(page)
-        monkeypatch.setattr(site, "is_ours", lambda uid: False)
+        monkeypatch.setattr(peer_credentials, "is_ours", lambda uid: False)
         assert await said(page) == await said(page, b"") == b""
 
 

@@ -244,7 +244,7 @@ class PeerHandlers:
         return web.Response()
 
     async def _in_turn(self, sender: NodeId, work: Callable[[], T]) -> T:
-        """Work on a member's manifest, or list of chunks, in a thread, in its turn."""
+        """Work on a member's manifest or list of chunks, or compare a blob with its hash, in a thread, in its turn."""
         async with self._manifests.hold(sender, 1) as held:
             held.waits = False
             working = asyncio.create_task(asyncio.to_thread(work), name="work on a manifest")
@@ -416,7 +416,8 @@ class PeerHandlers:
         """Give pieces of a manifest or blob."""
         credentials, body = await self._admit(request)
         try:
-            pieces = await self._library.given(_hash(request), decode_pieces(body))
+            digest, numbers = _hash(request), decode_pieces(body)
+            pieces = await self._in_turn(credentials.node_id, lambda: self._library.given(digest, numbers))
             return (await given(request, self._wire, pieces, "image", credentials.node_id)).response
         except NotGiven as error:
             raise web.HTTPNotFound(text=str(error)) from error
@@ -459,7 +460,7 @@ class PeerHandlers:
         """Give pieces of a package, to a member who knows its hash."""
         credentials, body = await self._admit(request)
         digest, numbers = id_in(request, "hash", 32), self._read(decode_pieces, body)
-        pieces = await asyncio.to_thread(self._packages.given, digest, numbers)
+        pieces = await self._in_turn(credentials.node_id, lambda: self._packages.given(digest, numbers))
         if pieces is None:
             raise web.HTTPNotFound(text="this node does not give that package, or does not have it")
         return (await given(request, self._wire, pieces, "package", credentials.node_id)).response

@@ -1,11 +1,15 @@
 """The user at the other end of a connection on this machine, from the kernel (sock_diag(7)).
 
-Any user of a machine can connect to any port of its loopback. Only this node's own user, and root, may see its page.
+Any user of a machine can connect to any port of its loopback, and take all connections of a server there.
 """
 
+import asyncio
+import logging
 import os
 import socket
 import struct
+
+log = logging.getLogger(__name__)
 
 ROOT = 0
 # linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h
@@ -38,3 +42,13 @@ def user_of(near: tuple[str, int], far: tuple[str, int]) -> int | None:
 
 def is_ours(uid: int | None) -> bool:
     return uid is not None and uid in {ROOT, os.geteuid()}
+
+
+def is_own(transport: asyncio.Transport) -> bool:
+    """Tell whether the other end of a connection is a program of this node's user, or of root."""
+    near, far = (transport.get_extra_info(name) for name in ("peername", "sockname"))
+    try:
+        return bool(near and far) and is_ours(user_of(near, far))
+    except OSError as error:
+        log.warning("the kernel does not say whose connection it is: %s", error)
+        return False
