@@ -91,7 +91,8 @@ async def test_change_that_was_given_up_ends_no_search() -> None:
 
 
 async def test_only_a_members_own_record_counts() -> None:
-    assert await present({F: record(), A: record()}) is None
+    for own in (record(), record(final=True), record(NEW)):
+        assert await present({F: own, A: record()}) is None
     assert await present({B: record(), A: record()}, me=B) == OLD
 
 
