@@ -212,7 +212,10 @@ def criu_problem() -> str:
     """Return why CRIU cannot save and restore a container, or an empty text. CRIU 3.17 of Debian 12 fails on newer kernels."""
     from mesh.execution.docker.criu import Probe
 
-    return dockerd_problem() or Probe(True).look("Docker", "", True).problem
+    if problem := dockerd_problem():
+        return problem
+    version = subprocess.run(["dockerd", "--version"], capture_output=True, text=True, check=True).stdout
+    return Probe(True).look("Docker", version, True).problem
 
 
 PROBES = {

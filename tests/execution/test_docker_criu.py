@@ -1,6 +1,7 @@
 """Support for system checkpoints on a machine, and hostile dumps."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.execution.docker.checkpoint import IMAGES, MADE, Made, _copy, dump, made_of, reason, restore
+from mesh.execution.docker.checkpoint import IMAGES, MADE, Made, _copy, annotations, dump, made_of, reason, restore
 from mesh.execution.docker.criu import (
     Facts,
     Probe,
@@ -22,7 +23,13 @@ from mesh.execution.docker.criu import (
     last_words,
     version_of,
 )
+from mesh.execution.docker.engine import DockerEngine
+from mesh.execution.docker.hardening import Traits, traits_of
 from mesh.execution.engine import EngineError
+from mesh.execution.process.engine import ProcessEngine
+from mesh.util.processes import Process
+from tests.execution.bench import Bench
+from tests.execution.place import entry
 
 GOOD = Facts(True, True, "Docker", "20.10.24", True, "4.2", "", "6.18.44-fc", "x86_64 0a1b2c3d")
 GPU = msgspec.structs.replace(GOOD, driver="570.86.15", gpus=("NVIDIA H200",), plugin=True, tool=True)
@@ -46,6 +53,7 @@ def test_judge_accepts_capable_machine() -> None:
     [
         ({"allowed": False}, "its owner has not allowed them"),
         ({"engine": "Podman"}, "they need Docker; its engine is Podman"),
+        ({"engine_version": "28.5.2+dfsg4"}, "Docker 28 restores no container"),
         ({"root": False}, "its daemon is not root"),
         ({"experimental": False}, "not started as experimental"),
         ({"criu": ""}, "criu is not installed"),
@@ -151,8 +159,42 @@ def test_criu_timeout_is_reported(tmp_path: Path) -> None:
         dump(container, tmp_path / "dump", Made("sha256:1", "alike"))
     (tmp_path / "saved" / IMAGES).mkdir(parents=True)
     with pytest.raises(EngineError, match=r"could not be restored: it takes longer than 10 minutes$"):
-        restore(container, tmp_path / "saved", tmp_path / "engine")
+        restore(container, tmp_path / "saved", tmp_path / "engine", None)
     assert not (tmp_path / "engine/containers/c/checkpoints/mesh").exists(), "temporary copies are removed"
+
+
+@pytest.mark.parametrize("driver", ["systemd", "cgroupfs"])
+def test_restore_names_the_new_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str) -> None:
+    """CRIU would put the processes into a group with the old container's name, without the new one's limits."""
+    monkeypatch.setattr("mesh.execution.docker.checkpoint.RUNC_CONF", tmp_path / "runc.conf")
+    (tmp_path / "runc.conf").write_text("tcp-close")
+    (tmp_path / "saved" / IMAGES).mkdir(parents=True)
+    seen = list[str]()
+
+    def post(url: str, **options: Any) -> Any:
+        seen.extend(Path(annotations(tmp_path / "saved")["org.criu.config"]).read_text().split("\n"))
+        return SimpleNamespace(raise_for_status=lambda: None)
+
+    container: Any = SimpleNamespace(
+        id="c" * 64, client=SimpleNamespace(api=SimpleNamespace(post=post, base_url="", api_version=""))
+    )
+    group = traits_of({}, {"CgroupVersion": "2", "CgroupDriver": driver}, {}, lingers=True).group
+    restore(container, tmp_path / "saved", tmp_path / "engine", group)
+    wanted = {"systemd": f"/system.slice/docker-{container.id}.scope", "cgroupfs": f"/docker/{container.id}"}
+    assert seen == ["tcp-close", f"cgroup-root {wanted[driver]}", ""]
+    assert traits_of({}, {"CgroupVersion": "1", "CgroupDriver": driver}, {}, lingers=True).group is None
+
+
+def test_restored_guest_outside_its_control_group_is_refused(tmp_path: Path, bystander: Process) -> None:
+    launch = Bench(ProcessEngine(), tmp_path, "image").launch("true", memory_mib=64, dump=str(tmp_path / "dump"))
+    engine, lost = DockerEngine("node"), entry(engine="docker", container="x", head=bystander, groups=())
+    with pytest.raises(EngineError, match="container's control group"):
+        engine._check_limits(launch, lost)
+    made = tmp_path / "docker-x.scope"  # by CRIU, where the engine makes no groups: nothing limits it
+    made.mkdir()
+    engine._traits = Traits(group=("/system.slice/docker-", ".scope"))
+    with pytest.raises(EngineError, match=r"did not limit the container: .*memory\.max"):
+        engine._check_limits(launch, replace(lost, groups=(str(made),)))
 
 
 def test_probe_reruns_only_after_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,9 @@ import msgspec
 from placement.advert import MAX_LINE, SystemCheckpoints
 
 LEAST_CUDA, LEAST_DRIVER = (4, 0), (570, 0)
+CANNOT_RESTORE = (
+    28,
+)  # 28.5 binds the network of a process that it has not restored yet (tried); 25 to 27 were not tried
 CHECK_S = 30.0  # timeout of `criu check`, which takes 0.1 s
 ERRORS_TOLD = 2
 PLUGIN = "cuda_plugin.so"
@@ -69,6 +72,8 @@ def _problem(facts: Facts) -> str:
         return "its owner has not allowed them (system_checkpoints = true in config.toml)"
     if facts.engine != "Docker":
         return f"they need Docker; its engine is {facts.engine or 'none'}"
+    if version_of(facts.engine_version) >= CANNOT_RESTORE:
+        return "Docker 28 restores no container that has a network of its own (containerd's issue 12141)"
     if not facts.root:
         return "its daemon is not root, and Docker restores only from a directory of root's"
     if not facts.experimental:
