@@ -12,7 +12,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.execution.docker.checkpoint import IMAGES, MADE, Made, _copy, annotations, dump, made_of, reason, restore
+from mesh.execution.docker.checkpoint import IMAGES, MADE, Made, _copy, dump, made_of, reason, restore
 from mesh.execution.docker.criu import (
     Facts,
     Probe,
@@ -24,7 +24,7 @@ from mesh.execution.docker.criu import (
     version_of,
 )
 from mesh.execution.docker.engine import DockerEngine
-from mesh.execution.docker.hardening import Traits, traits_of
+from mesh.execution.docker.hardening import traits_of
 from mesh.execution.engine import EngineError
 from mesh.execution.process.engine import ProcessEngine
 from mesh.util.processes import Process
@@ -159,30 +159,8 @@ def test_criu_timeout_is_reported(tmp_path: Path) -> None:
         dump(container, tmp_path / "dump", Made("sha256:1", "alike"))
     (tmp_path / "saved" / IMAGES).mkdir(parents=True)
     with pytest.raises(EngineError, match=r"could not be restored: it takes longer than 10 minutes$"):
-        restore(container, tmp_path / "saved", tmp_path / "engine", None)
+        restore(container, tmp_path / "saved", tmp_path / "engine")
     assert not (tmp_path / "engine/containers/c/checkpoints/mesh").exists(), "temporary copies are removed"
-
-
-@pytest.mark.parametrize("driver", ["systemd", "cgroupfs"])
-def test_restore_names_the_new_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str) -> None:
-    """CRIU would put the processes into a group with the old container's name, without the new one's limits."""
-    monkeypatch.setattr("mesh.execution.docker.checkpoint.RUNC_CONF", tmp_path / "runc.conf")
-    (tmp_path / "runc.conf").write_text("tcp-close")
-    (tmp_path / "saved" / IMAGES).mkdir(parents=True)
-    seen = list[str]()
-
-    def post(url: str, **options: Any) -> Any:
-        seen.extend(Path(annotations(tmp_path / "saved")["org.criu.config"]).read_text().split("\n"))
-        return SimpleNamespace(raise_for_status=lambda: None)
-
-    container: Any = SimpleNamespace(
-        id="c" * 64, client=SimpleNamespace(api=SimpleNamespace(post=post, base_url="", api_version=""))
-    )
-    group = traits_of({}, {"CgroupVersion": "2", "CgroupDriver": driver}, {}, lingers=True).group
-    restore(container, tmp_path / "saved", tmp_path / "engine", group)
-    wanted = {"systemd": f"/system.slice/docker-{container.id}.scope", "cgroupfs": f"/docker/{container.id}"}
-    assert seen == ["tcp-close", f"cgroup-root {wanted[driver]}", ""]
-    assert traits_of({}, {"CgroupVersion": "1", "CgroupDriver": driver}, {}, lingers=True).group is None
 
 
 def test_restored_guest_outside_its_control_group_is_refused(tmp_path: Path, bystander: Process) -> None:
@@ -192,7 +170,7 @@ def test_restored_guest_outside_its_control_group_is_refused(tmp_path: Path, bys
         engine._check_limits(launch, lost)
     made = tmp_path / "docker-x.scope"  # by CRIU, where the engine makes no groups: nothing limits it
     made.mkdir()
-    engine._traits = Traits(group=("/system.slice/docker-", ".scope"))
+    engine._traits = traits_of({}, {"CgroupVersion": "2"}, {}, lingers=True)
     with pytest.raises(EngineError, match=r"did not limit the container: .*memory\.max"):
         engine._check_limits(launch, replace(lost, groups=(str(made),)))
 

@@ -31,10 +31,9 @@ def test_mapping_of_users_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     client = docker.DockerClient(base_url=f"unix://{tmp_path}/none", version="1.41")
     monkeypatch.setattr(client.api, "create_container", lambda **made: asked.update(made) or {"Id": "c" * 64})
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("true", memory_mib=64)
-    made = Unseen(client).create("sha256:1", userns, {"a": "b"}, **arguments(launch, {}, "none", Traits(userns=userns)))
+    made = Unseen(client).create("sha256:1", userns, **arguments(launch, {}, "none", Traits(userns=userns)))
     assert made.id == "c" * 64 and asked["image"] == "sha256:1" and asked["user"] != "0:0"
     assert asked["host_config"].get("UsernsMode", "") == userns and asked["host_config"]["Memory"] == 64 << 20
-    assert asked["host_config"]["Annotations"] == {"a": "b"}
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,11 @@ import msgspec
 import requests
 
 from membership.malformed import MALFORMED
-from mesh.execution.docker.criu import RUNC_CONF, last_words
+from mesh.execution.docker.criu import last_words
 from mesh.execution.engine import EngineError
 
 NAME = "mesh"  # of the only checkpoint that the engine keeps for one of our containers
 IMAGES, MADE = "images", "made.json"
-CONF = "criu.conf"  # beside a dump that is restored
 MAX_MADE_BYTES = 4096
 LONG_S = 600.0  # a call writes or reads all memory of the stopped container: 60 GB at 100 MB/s (own choice)
 LOG_BYTES = 1 << 20  # read from the end of CRIU's log
@@ -58,32 +57,16 @@ def made_of(directory: Path) -> Made:
         raise EngineError(f"this is not a system checkpoint: {error}") from error
 
 
-def annotations(directory: Path) -> dict[str, str]:
-    """Return what makes runc give CRIU this container's own configuration (Docker 24 or newer)."""
-    return {"org.criu.config": str(_conf(directory))}
-
-
-def restore(container: Any, directory: Path, engine_root: Path, group: tuple[str, str] | None) -> None:
-    """Start a created container, made with `annotations`, with the processes of a dump. `group`: `Traits.group`.
-
-    With version 2, runc does not name the new group to CRIU, which would make the old container's group anew, without limits.
-    """
+def restore(container: Any, directory: Path, engine_root: Path) -> None:
+    """Start a created container with the processes of a dump."""
     own = engine_root / "containers" / container.id / "checkpoints" / NAME
     try:
-        lines = [RUNC_CONF.read_text() if RUNC_CONF.exists() else ""]
-        if group is not None:
-            lines.append(f"cgroup-root {container.id.join(group)}")
-        _conf(directory).write_text("\n".join(lines) + "\n")  # stays: CRIU reads it for later dumps, too
         _copy(directory / IMAGES, own)
         _post(container, "start", params={"checkpoint": NAME})
     except (docker.errors.APIError, requests.RequestException, OSError) as error:
         raise EngineError(f"the container could not be restored: {reason(error)}") from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
-
-
-def _conf(directory: Path) -> Path:
-    return directory.with_name(CONF)
 
 
 def _copy(images: Path, own: Path) -> None:

@@ -17,9 +17,7 @@ import msgspec
 from placement.advert import MAX_LINE, SystemCheckpoints
 
 LEAST_CUDA, LEAST_DRIVER = (4, 0), (570, 0)
-CANNOT_RESTORE = (
-    28,
-)  # 28.5 binds the network of a process that it has not restored yet (tried); 25 to 27 were not tried
+CANNOT_RESTORE = (28,)  # 28.5 binds the network of a process that it has not restored yet (tried)
 CHECK_S = 30.0  # timeout of `criu check`, which takes 0.1 s
 ERRORS_TOLD = 2
 PLUGIN = "cuda_plugin.so"

@@ -78,13 +78,11 @@ T = TypeVar("T")
 class Unseen(ContainerCollection):  # type: ignore[misc]  # the SDK has no types
     """Creates containers without the inspection that the SDK adds; only the id is needed."""
 
-    def create(self, image: str, userns: str, annotations: dict[str, str], **chosen: Any) -> Any:
-        """Create a container with this mapping of users, of which the SDK takes none but "host", and these annotations."""
+    def create(self, image: str, userns: str, **chosen: Any) -> Any:
+        """Create a container with this mapping of users: the SDK takes none but "host"."""
         made = _create_container_args({**chosen, "image": image, "version": self.client.api._version})
         if userns:
             made["host_config"]["UsernsMode"] = userns
-        if annotations:
-            made["host_config"]["Annotations"] = annotations
         return self.client.containers.prepare_model({"Id": self.client.api.create_container(**made)["Id"]})
 
 
@@ -263,8 +261,7 @@ class DockerEngine:
         try:
             path = PATH if launch.environment is None else self._path_of(image)
             chosen = arguments(launch, self._labels, network.name, self._traits, path)
-            noted = checkpoint.annotations(Path(launch.dump)) if launch.dump is not None else {}
-            container = Unseen(self._client).create(image, self._traits.userns, noted, **chosen)
+            container = Unseen(self._client).create(image, self._traits.userns, **chosen)
             self._live.add(container.id)
             return container, network
         except (docker.errors.APIError, requests.RequestException) as error:
@@ -301,7 +298,7 @@ class DockerEngine:
             if launch.dump is None:
                 container.start()
             else:
-                checkpoint.restore(container, Path(launch.dump), Path(self._traits.root), self._traits.group)
+                checkpoint.restore(container, Path(launch.dump), Path(self._traits.root))
             container.reload()
             pid = int(container.attrs["State"]["Pid"])
             head = process_of(pid) if pid else None
@@ -333,7 +330,7 @@ class DockerEngine:
         restored = launch.dump is not None
         if restored and not entry.groups and entry.head is not None and lives(entry.head):
             raise EngineError("CRIU did not put the processes into the container's control group")
-        if not self._traits.userns and not (restored and self._traits.group is not None):
+        if not self._traits.userns and not (restored and self._traits.unified):
             return
         missing = not_limited(launch, cgroups.limits_of(tuple(map(Path, entry.groups))))
         if missing and entry.head is not None and lives(entry.head):

@@ -43,8 +43,8 @@ class Traits(msgspec.Struct, frozen=True):
 
     `init`: it has a program that reaps orphans and forwards signals; `cdi`: devices that it lists by the Container Device
     Interface; `experimental`: it can save and restore containers; `root`: its data directory; `userns`: how it must map users,
-    empty if it maps none; `disk_rate`: it can limit that; `group`: the control group of a container before its id and after it,
-    where they have version 2 and one hierarchy; `problem`: why it can run no guests, empty if it can.
+    empty if it maps none; `disk_rate`: it can limit that; `unified`: its control groups have version 2; `problem`: why it can
+    run no guests, empty if it can.
     """
 
     name: str = "Docker"
@@ -55,7 +55,7 @@ class Traits(msgspec.Struct, frozen=True):
     root: str = ""
     userns: str = ""
     disk_rate: bool = True
-    group: tuple[str, str] | None = None
+    unified: bool = False
     problem: str = ""
 
 
@@ -175,9 +175,8 @@ def traits_of(version: dict[str, Any], info: dict[str, Any], host: dict[str, Any
     name = "Podman" if any("podman" in part.lower() for part in parts) else "Docker"
     found = [shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{INIT_PATH}") for program in INITS[name]]
     experimental, root = bool(info.get("ExperimentalBuild")), str(info.get("DockerRootDir", ""))
-    traits = Traits(
-        name, str(version.get("Version", "")), any(found), cdi_devices(info), experimental, root, group=_group(info)
-    )
+    unified, said = info.get("CgroupVersion") == "2", str(version.get("Version", ""))
+    traits = Traits(name, said, any(found), cdi_devices(info), experimental, root, unified=unified)
     if is_rootless(info):
         problem, controllers = _rootless_problem(name, host, lingers), host.get("cgroupControllers") or ()
         return msgspec.structs.replace(traits, userns=KEEP_ID, disk_rate="io" in controllers, problem=problem)
@@ -185,13 +184,6 @@ def traits_of(version: dict[str, Any], info: dict[str, Any], host: dict[str, Any
         why = "maps users (userns-remap), so a guest could not write its own directories"
         return msgspec.structs.replace(traits, problem=f"{name} {why} (docs/explanation/isolation.md)")
     return traits
-
-
-def _group(info: dict[str, Any]) -> tuple[str, str] | None:
-    """Return where Docker makes a container's control group by default, if that is one group."""
-    if info.get("CgroupVersion") != "2":
-        return None
-    return ("/system.slice/docker-", ".scope") if info.get("CgroupDriver") == "systemd" else ("/docker/", "")
 
 
 def is_rootless(info: dict[str, Any]) -> bool:
