@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from ckptstore.errors import DiskFull
 from ckptstore.messages import decode_chunk_request
-from ckptstore.pack import Location, StoredObject
+from ckptstore.pack import Location, ObjectStream, StoredObject
 from ckptstore.receiver import Receiver
 from ckptstore.store import SavedManifest, Store
 from membership.identity import Identity
@@ -241,6 +242,21 @@ async def test_fetch_without_holders_reports_reason(manner: str, world: World, i
         async with asyncio.timeout(30):
             await replicator.fetch(saved.id, [OTHER, HONEST])
     assert not world.ours.has(saved.id) and not list((world.root / "ours" / "tmp").iterdir())
+
+
+async def test_end_inside_a_chunk_wakes_who_reads() -> None:
+    """By hand, since over a socket a short body may come whole with the head."""
+    transport = SimpleNamespace(set_protocol=lambda protocol: None)
+    content = SimpleNamespace(read_nowait=lambda: b"", total_bytes=0, feed_eof=lambda: None)
+    connection = SimpleNamespace(transport=transport, protocol=None)
+    response: Any = SimpleNamespace(content=content, content_length=10, connection=connection)
+    body = DirectBody(response, ObjectStream())
+    reading = asyncio.create_task(body.read())
+    await asyncio.sleep(0)
+    body.get_buffer(-1)[:10] = bytes(10)
+    body.buffer_updated(10)
+    async with asyncio.timeout(20):
+        assert await reading == []
 
 
 @pytest.mark.parametrize("world", [True], indirect=True)
