@@ -49,7 +49,10 @@ def sanitize(text: str, most: int = LONGEST) -> str:
 
 
 def width_of(text: str) -> int:
-    """Return the width of sanitized text in terminal cells."""
+    """Return the width of sanitized text in terminal cells.
+
+    Terminals differ about some signs: skin tones, vowels of some scripts, what another version of Unicode has made wide.
+    """
     if text.isascii():
         return len(text)
     return sum(map(_cells, text))
