@@ -16,19 +16,23 @@ Pulled = tuple[list[bytes], asyncio.Task[int]]  # the chunks that arrived, and t
 
 
 async def pulled(peers: PeerClient, request: Request, path: str, body: bytes, receiver: Receiver) -> Pulled:
-    """Carry out one request for chunks: feed what the holder answers to the receiver."""
-    async with AsyncExitStack() as stack:
-        async with asyncio.timeout(IDLE_S):  # a stopped source keeps its connection open and sends nothing
-            asked = peers.stream(request.source, "POST", path, body)
-            response = await stack.enter_async_context(asked)
-        transport = response.connection.transport if response.connection is not None else None
-        stack.enter_context(peers.wire.taking(transport))
-        if response.content_length is None:  # up to version 0.1, a holder does not say it
-            await received(response.content, receiver, Patience())
-        else:
-            receiver.expect(response.content_length)
-            arriving = stack.enter_context(DirectBody(response, receiver.objects))
-            await fed(arriving.read, receiver.take, receiver)
+    """Carry out one request for chunks: feed what the holder answers to the receiver, which is aborted if that fails."""
+    try:
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(IDLE_S):  # a stopped source keeps its connection open and sends nothing
+                asked = peers.stream(request.source, "POST", path, body)
+                response = await stack.enter_async_context(asked)
+            transport = response.connection.transport if response.connection is not None else None
+            stack.enter_context(peers.wire.taking(transport))
+            if response.content_length is None:  # up to version 0.1, a holder does not say it
+                await received(response.content, receiver, Patience())
+            else:
+                receiver.expect(response.content_length)
+                arriving = stack.enter_context(DirectBody(response, receiver.objects))
+                await fed(arriving.read, receiver.take, receiver)
+    except BaseException:
+        await asyncio.to_thread(receiver.abort)
+        raise
     finish = asyncio.create_task(asyncio.to_thread(receiver.keep), name="keep what came")
     return [identity for identity in request.ids if identity in receiver.arrived], finish
 

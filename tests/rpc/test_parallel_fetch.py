@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from ckptstore.errors import DiskFull
+from ckptstore.fetch import Request
 from ckptstore.messages import decode_chunk_request
 from ckptstore.pack import Location, ObjectStream, StoredObject
 from ckptstore.receiver import Receiver
@@ -242,6 +244,30 @@ async def test_fetch_without_holders_reports_reason(manner: str, world: World, i
         async with asyncio.timeout(30):
             await replicator.fetch(saved.id, [OTHER, HONEST])
     assert not world.ours.has(saved.id) and not list((world.root / "ours" / "tmp").iterdir())
+
+
+async def test_stream_that_breaks_while_it_closes_leaves_nothing(tmp_path: Path) -> None:
+    """All has come, but the connection is still to be given back, and a revocation or a cancellation ends that."""
+    theirs, ours = open_store(tmp_path / "theirs"), open_store(tmp_path / "ours")
+    write_tree(tmp_path / "in", {"file": os.urandom(100_000)})
+    chunks = save(theirs, tmp_path / "in").manifest.chunks
+    pieces = [*map(bytes, theirs.stream(chunks)), b""]
+
+    async def read() -> bytes:
+        return pieces.pop(0)
+
+    @asynccontextmanager
+    async def stream(*call: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(connection=None, content_length=None, content=SimpleNamespace(readany=read))
+        raise ConnectionResetError
+
+    peers: Any = SimpleNamespace(stream=stream, wire=SimpleNamespace(taking=nullcontext))
+    receiver = ours.receive(1 << 20, "")
+    with pytest.raises(ConnectionResetError):
+        await parallel_fetch.pulled(peers, Request(OTHER, tuple(chunks)), "", b"", receiver)
+    assert receiver.arrived and not ours.incoming and not list(ours.tmp.iterdir())
+    theirs.close()
+    ours.close()
 
 
 async def test_end_inside_a_chunk_wakes_who_reads() -> None:
