@@ -23,7 +23,12 @@ from ckptstore.encoding import WIDTHS, Bytes
 SOURCE = Path(__file__).with_name("planes.c")
 FILE = f"libplanes-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"  # so that each version has its own
 OPTIONS = ("-std=c11", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
-PARTS = {"planes_split": 5, "planes_join": 5, "planes_xor": 4}  # functions, and their numbers of arguments
+_BYTES, _COUNT, _WIDTH = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+FUNCTIONS = {
+    "planes_split": [_BYTES, _BYTES, _COUNT, _WIDTH, _BYTES],
+    "planes_join": [_BYTES, _BYTES, _COUNT, _WIDTH, _BYTES],
+    "planes_xor": [_BYTES, _BYTES, _COUNT, _BYTES],
+}
 BLOCK_BYTES = 1 << 16  # that Python works on at a time (own choice)
 
 log = logging.getLogger(__name__)
@@ -122,21 +127,20 @@ def _compiled(place: Path) -> bool:
 
 
 def _declared(native: ctypes.CDLL) -> ctypes.CDLL:
-    for name, arguments in PARTS.items():
-        kinds = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-        call = getattr(native, name)
-        call.restype, call.argtypes = None, kinds if arguments == 5 else [*kinds[:3], kinds[4]]
+    for name, arguments in FUNCTIONS.items():
+        function = getattr(native, name)
+        function.restype, function.argtypes = None, arguments
     return native
 
 
 def _at(data: Bytes) -> object:
-    """Return a pointer to bytes, of which there is at least one."""
+    """Return a pointer to the data, which must not be empty."""
     if isinstance(data, memoryview) and data.readonly:
         data = bytes(data)
     return data if isinstance(data, bytes) else ctypes.byref(ctypes.c_char.from_buffer(data))
 
 
-# --- in Python: numbers of many digits, each of which holds all elements of a block
+# --- in Python: one large integer holds all the elements of a block
 
 
 def _split(data: Bytes, base: Bytes | None, width: int, out: memoryview) -> None:

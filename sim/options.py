@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from mesh.cli.progress import progress
+from mesh.cli.progress import AGAIN_S, progress
 from mesh.cli.terminal import json_option
 from mesh.util.duration import lasting
 from mesh.util.errors import ExitCode, MeshError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sim.campus.study import Replication, Sample
 
 INTERRUPTED = 130
-EVERY_S = 5.0  # between two lines of progress (own choice)
 
 
 class Computing(msgspec.Struct, frozen=True):
@@ -111,7 +110,7 @@ class Progress:
     def __init__(self, count: int) -> None:
         self.count, self.done, self.stored = count, 0, 0
         self._begun = time.monotonic()
-        self._reporter = progress(self._words, EVERY_S)
+        self._reporter = progress(self._words, AGAIN_S)
 
     def __enter__(self) -> "Progress":
         self._reporter.__enter__()

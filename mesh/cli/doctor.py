@@ -303,7 +303,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     yield from _ports(facts.ports)
     yield from _disk(facts)
     if not facts.native:
-        what = "their numbers are compressed in Python, about ten times slower: there is no C compiler to make the library once"
+        what = "they are compressed in Python, about ten times slower: there is no C compiler to make the library once"
         yield warn("checkpoints", what, "`sudo apt install gcc libc6-dev`, then `mesh down && mesh up`")
     yield from _multicast_findings(facts)
     yield from _lending(facts)

@@ -57,7 +57,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         multiple=True,
         metavar="NAME",
         help="Cache of yours that it may fill for later jobs, at $MESH_CACHE_NAME; huggingface, torch, pip and uv find theirs "
-        "(docs/how-to/data.md). Repeatable.",
+        "(docs/how-to/caches.md). Repeatable.",
     ),
     click.option(
         "-e",

@@ -17,7 +17,7 @@ FILE_MODE = 0o644
 
 
 class Grown(NamedTuple):
-    """What is new in a version of a cache."""
+    """The new files of a version of a cache, and their bytes."""
 
     files: int
     bytes: int

@@ -129,8 +129,14 @@ def seen_places(spec: JobSpec, base: Path, own_root: bool) -> dict[str, str]:
     }
     if spec.checkpointing is not None:
         places[f"{work}/{spec.checkpointing.directory}"] = "ckpt"
-    caches = CACHE if own_root else str(base / "cache")
-    return places | {f"{caches}/{need.last}": saved_as(need.last) for need in spec.data if need.cache}
+    return places | {
+        f"{caches_at(base, own_root)}/{need.last}": saved_as(need.last) for need in spec.data if need.cache
+    }
+
+
+def caches_at(base: Path, own_root: bool) -> str:
+    """Return where the guest sees its caches."""
+    return CACHE if own_root else str(base / "cache")
 
 
 def saved_as(cache: str) -> str:
@@ -527,10 +533,10 @@ class Attempt:
     def _env(self, place: GangPlace | None) -> dict[str, str]:
         # One run of W&B over all attempts; its ids take a job's letters and digits (docs/how-to/track-experiments.md).
         env = {"WANDB_RUN_ID": format_job(self.job), "WANDB_RESUME": "allow", **self.spec.env}
-        caches = CACHE if self.engine.own_root else str(self.base / "cache")
         for need in self.spec.data:
             if need.cache:
-                env |= dict.fromkeys(need.variables, f"{caches}/{need.last}")
+                seen = f"{caches_at(self.base, self.engine.own_root)}/{need.last}"
+                env |= dict.fromkeys(need.variables, seen)
         if isinstance(self.spec.environment, CondaList):
             env["CONDA_PREFIX"] = INSIDE if self.engine.own_root else str(self._environment)
         array = self.spec.array

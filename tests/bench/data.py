@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -352,7 +353,7 @@ def measure_cache(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
         for _ in range(options.rounds):
             taken["plain"].append(timed(lambda: told_by(user, *empty), on))
             job = told_by(user, "submit", *fill).strip()
-            at = waited(lambda job=job: written_back(user, job), "the write-back")  # type: ignore[misc]
+            at = waited(partial(written_back, user, job), "the write-back")
             taken["ended"].append(at[1] - at[0])
             taken["written"].append(at[2] - at[1])
             for name in ("fetched", "copied"):

@@ -1,4 +1,4 @@
-"""What a guest of the `apptainer` engine sees of a machine's GPUs, where its program does not matter."""
+"""The GPU files that a guest of the `apptainer` engine gets, where its program does not matter."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Caches: after a job is done, this node adds what the job has added to its user's caches to the next version of each."""
 
+from functools import partial
+
 from ckptstore.errors import StoreError
 from mesh.api.handlers.lookup import JobLookup
 from mesh.data.library import DataLibrary
@@ -34,13 +36,9 @@ class CacheWriter:
         if stated.kind != "done" or manifest is None:
             return ""
         for name in names.split(","):
+            restore = partial(self._lookup.restore, status, manifest, stated.holders, saved_as(name))
             try:
-                grown = await self._library.write_back(
-                    name,
-                    lambda new, name=name: self._lookup.restore(  # type: ignore[misc]
-                        status, manifest, stated.holders, saved_as(name), new
-                    ),
-                )
+                grown = await self._library.write_back(name, restore)
             except (FetchFailed, DataError, StoreError, OSError) as error:
                 raise MeshError(f"cache {name}: {error}") from error
             if grown.files:

@@ -1,4 +1,4 @@
-"""What a guest of the `apptainer` engine sees of its GPUs: their device files, and the libraries of NVIDIA's driver.
+"""The files by which a guest of the `apptainer` engine uses its GPUs: device files, and the libraries of NVIDIA's driver.
 
 Apptainer's own option `--nv` shows every GPU of the machine. The files here are those that NVIDIA's container toolkit shows for
 the capabilities `compute` and `utility` (libnvidia-container, nvc_info.c). The guard's library stands in for the driver's.
