@@ -114,12 +114,14 @@ class DataSets(ObjectStore):
         except FileNotFoundError as error:
             raise NotFound(f"data set {identity.hex()[:12]} is not on this node") from error
 
-    def publish(self, identity: bytes, sealed: bytes, root: Link, cipher: StateCipher | None = None) -> None:
+    def publish(
+        self, identity: bytes, sealed: bytes, root: Link, cipher: StateCipher | None = None, noted: bytes = b""
+    ) -> None:
         """Keep a data set whose chunks are all here; durable on return. MissingChunks, BadManifest.
 
-        The tree is walked, unless this node has made it.
+        The tree is walked, unless all its chunks were noted: under its root when this node has made it, or as `noted` says.
         """
-        if self.members.complete(key_of(root), identity):
+        if self.members.complete(noted or key_of(root), identity):
             self._check_here(chunk for chunk, _ in self.members.of(identity))
         else:
             self.enter(identity, root, cipher)
@@ -143,8 +145,14 @@ class DataSets(ObjectStore):
         return {member.id: member for member in self.members.all()}
 
     def belongs(self, identity: bytes, chunks: Sequence[bytes]) -> bool:
-        """Tell whether all of these chunks are of a data set that is here."""
-        return self.has(identity) and self.members.have(identity, chunks)
+        """Tell whether all of these chunks are of a data set that is here, or whose chunks are noted as they come."""
+        return len(self.members.among(identity, chunks)) == len(set(chunks))
+
+    def lacks(self, identity: bytes, chunks: Sequence[bytes]) -> list[bytes]:
+        """Return those of these chunks that are not here as chunks of a data set."""
+        known = self.members.among(identity, chunks)
+        missing = set(self.index.missing(known))
+        return [chunk for chunk in chunks if chunk not in known or chunk in missing]
 
     def missing_of(self, identity: bytes) -> list[tuple[bytes, int]]:
         """Return the chunks of a known set that are not here any more, with their lengths."""
@@ -461,10 +469,11 @@ class Members(Container[bytes]):
             self._connection.execute("DELETE FROM sets WHERE data = ?", [identity])
             self._connection.execute("DELETE FROM members WHERE data = ?", [identity])
 
-    def have(self, identity: bytes, chunks: Sequence[bytes]) -> bool:
+    def among(self, identity: bytes, chunks: Iterable[bytes]) -> set[bytes]:
+        """Return those of these chunks that are of a set."""
         query = "SELECT 1 FROM members WHERE chunk = ? AND data = ?"
         with self._lock:
-            return all(self._connection.execute(query, [chunk, identity]).fetchone() for chunk in chunks)
+            return {chunk for chunk in chunks if self._connection.execute(query, [chunk, identity]).fetchone()}
 
     def of(self, identity: bytes) -> list[tuple[bytes, int]]:
         with self._lock:

@@ -4,9 +4,15 @@ Each request is as large as the source can send in its share of the remaining ti
 smaller ones towards the end (guided self-scheduling). When no chunks are left to request, idle sources are asked again for
 chunks that a slower source has not delivered, and the first delivery counts (BitTorrent's end game). A source that fails or
 sends wrong bytes is dropped, and its outstanding chunks go to the others.
+
+A *partial* source is still fetching the same chunks. It is asked which of them it has, now and then, and requested those only.
+From then on chunks are requested in random order, and those first that the fewest partial sources have (BitTorrent's rarest
+first), so that those who fetch at the same time get different ones from the whole sources.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -15,12 +21,22 @@ LONGEST_S = 1.0  # longest request, so that rates are measured and slow sources 
 AWAITED_BYTES, AWAITED_S = 4 << 20, 0.25  # instead, of chunks that are awaited (own choice)
 SHARE = 0.5  # share of the remaining bytes requested at once, over all sources (own choice)
 LEARN = 0.5  # weight of the last request in a source's rate (own choice)
+ASK_S = 1.0  # between questions to a partial source that has nothing which is missing (own choice)
+VAIN = 15  # such questions in a row until it is dropped (own choice)
 SOONER = 0.8  # a second source is asked if it needs less than this share of the slow one's remaining time (own choice)
 
 
 class Request(msgspec.Struct, frozen=True):
     source: bytes
     ids: tuple[bytes, ...]
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Ask a partial source, after a while, which of these chunks it has."""
+
+    source: bytes
+    ids: tuple[bytes, ...]
+    delay_s: float
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -35,7 +51,7 @@ class FetchEnded(msgspec.Struct, frozen=True):
     problem: str
 
 
-Action = Request | Cancel | FetchEnded
+Action = Request | Ask | Cancel | FetchEnded
 
 
 class _Open(msgspec.Struct):
@@ -46,13 +62,27 @@ class _Open(msgspec.Struct):
     size: int
 
 
+class _Partial(msgspec.Struct):
+    """What a partial source has said that it has, the questions in a row that were in vain, and whether one is out."""
+
+    has: set[bytes]
+    vain: int = -1  # the first question is asked at once
+    asked: bool = False
+
+
 class Fetch:
     """Fetches the chunks of `missing`, given with their lengths.
 
     `awaited`: somebody uses them as they come, so requests are short: chunks are there once their request has ended.
     """
 
-    def __init__(self, missing: Mapping[bytes, int], sources: Sequence[bytes], awaited: bool = False) -> None:
+    def __init__(
+        self,
+        missing: Mapping[bytes, int],
+        sources: Sequence[bytes],
+        awaited: bool = False,
+        shuffle: Callable[[list[bytes]], None] = random.shuffle,
+    ) -> None:
         self._first_bytes, self._longest_s = (AWAITED_BYTES, AWAITED_S) if awaited else (FIRST_BYTES, LONGEST_S)
         self._sizes = dict(missing)
         self._queue = list(missing)
@@ -60,6 +90,9 @@ class Fetch:
         self._sources = list(dict.fromkeys(sources))
         self._open: dict[bytes, _Open] = {}
         self._rates: dict[bytes, float] = {}
+        self._partial: dict[bytes, _Partial] = {}
+        self._in_order, self._shuffle = awaited, shuffle
+        self._copies = Counter[bytes]()  # of a chunk, at partial sources
         self.dropped: dict[bytes, str] = {}
 
     @property
@@ -67,6 +100,28 @@ class Fetch:
         return sum(self._sizes[identity] for identity in self._left)
 
     def start(self, now: float) -> list[Action]:
+        return self._assign(now)
+
+    def join(self, sources: Iterable[bytes], now: float) -> list[Action]:
+        """Add partial sources that are not known yet."""
+        new = [source for source in sources if source not in self._sources and source not in self.dropped]
+        if new and not self._partial and not self._in_order:
+            self._shuffle(self._queue)
+        self._sources += new
+        self._partial |= {source: _Partial(set()) for source in new}
+        return self._assign(now) if new else []
+
+    def told(self, source: bytes, ids: Iterable[bytes], now: float) -> list[Action]:
+        """Handle an answer of a partial source: these chunks are there."""
+        partial = self._partial[source]
+        new = self._left.intersection(ids) - partial.has
+        partial.has |= new
+        partial.asked, partial.vain = False, 0 if new else partial.vain + 1
+        self._copies.update(new)
+        if not self._in_order:
+            self._queue.sort(key=lambda identity: self._copies[identity])
+        if partial.vain >= VAIN:
+            return self._drop(source, [], "has nothing that is missing", now)
         return self._assign(now)
 
     def arrived(self, source: bytes, ids: Iterable[bytes], now: float) -> list[Action]:
@@ -96,6 +151,8 @@ class Fetch:
         self.dropped[source] = reason
         if source in self._sources:
             self._sources.remove(source)
+        if (partial := self._partial.pop(source, None)) is not None:
+            self._copies.subtract(partial.has)
         asked = {identity for request in self._open.values() for identity in request.ids}
         self._queue = [identity for identity in owed if identity not in asked] + self._queue
         return self._assign(now)
@@ -108,34 +165,46 @@ class Fetch:
         self._queue = [identity for identity in self._queue if identity in self._left]
         # The fastest first, so that they get the last chunks.
         for source in sorted(self._sources, key=lambda source: -self._rates.get(source, 0.0)):
-            if source in self._open:
+            partial = self._partial.get(source)
+            if source in self._open or (partial is not None and partial.asked):
                 continue
             ids = self._next(source) if self._queue else self._again(source, now)
             if ids:
                 size = sum(self._sizes[identity] for identity in ids)
                 self._open[source] = _Open(tuple(ids), now, size)
                 actions.append(Request(source, tuple(ids)))
+            elif partial is not None and self._queue:
+                partial.asked = True
+                actions.append(Ask(source, tuple(self._queue), 0.0 if partial.vain < 0 else ASK_S))
         if not self._left:
             return [*actions, FetchEnded("")]
-        if not self._open:
+        if not self._open and not any(partial.asked for partial in self._partial.values()):
             reasons = "; ".join(dict.fromkeys(self.dropped.values())) or "no holder can be reached"
             return [*actions, FetchEnded(f"{len(self._left)} chunks could not be fetched: {reasons}")]
         return actions
 
     def _next(self, source: bytes) -> list[bytes]:
-        """Take from the queue what the source can send while the others send theirs, at least one chunk."""
-        rate, left = self._rates.get(source), sum(self._sizes[identity] for identity in self._queue)
+        """Take from the queue what the source can send while the others send theirs, at least one chunk that it has."""
+        queue = [identity for identity in self._queue if self._has(source, identity)]
+        rate, left = self._rates.get(source), sum(self._sizes[identity] for identity in queue)
         if rate is None:
             budget = min(self._first_bytes, SHARE * left / len(self._sources))
         else:
             together = sum(self._rates.get(other, rate) for other in self._sources)
             budget = min(rate * self._longest_s, SHARE * left * rate / together)
-        count, size = 1, self._sizes[self._queue[0]]
-        while count < len(self._queue) and size + self._sizes[self._queue[count]] <= budget:
-            size += self._sizes[self._queue[count]]
-            count += 1
-        taken, self._queue = self._queue[:count], self._queue[count:]
+        taken, size = list[bytes](), 0
+        for identity in queue:
+            size += self._sizes[identity]
+            if taken and size > budget:
+                break
+            taken.append(identity)
+        gone = set(taken)
+        self._queue = [identity for identity in self._queue if identity not in gone]
         return taken
+
+    def _has(self, source: bytes, identity: bytes) -> bool:
+        partial = self._partial.get(source)
+        return partial is None or identity in partial.has
 
     def _again(self, source: bytes, now: float) -> list[bytes]:
         """Return the last outstanding chunk of the slowest source, if this source would deliver it sooner."""
@@ -143,7 +212,11 @@ class Fetch:
         asked = [identity for request in self._open.values() for identity in request.ids]
         best: tuple[float, bytes] | None = None
         for other, request in self._open.items():
-            owed = [identity for identity in request.ids if identity in self._left and asked.count(identity) == 1]
+            owed = [
+                identity
+                for identity in request.ids
+                if identity in self._left and asked.count(identity) == 1 and self._has(source, identity)
+            ]
             if not owed or rate is None:
                 continue
             slow = self._rates.get(other)

@@ -20,6 +20,7 @@ from mesh.data.manifest import (
     KIND,
     MAX_SEALED,
     SECTION,
+    Announced,
     DataError,
     DataManifest,
     FetchFailed,
@@ -64,7 +65,7 @@ class DataDirectory:
         self._newest: dict[tuple[bytes, str], bytes] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}  # why, until when it is not asked for again
         self._lacking: dict[tuple[NodeId, bytes], float] = {}  # what a node claims and does not give, until when
-        self._seen: dict[NodeId, tuple[Record, tuple[Held, ...]]] = {}
+        self._seen: dict[NodeId, tuple[Record, Announced]] = {}
 
     def opened(self, identity: bytes, sealed: bytes) -> DataManifest:
         """Return a manifest that its owner has signed. DataError."""
@@ -92,7 +93,10 @@ class DataDirectory:
             self._newest[manifest.key] = identity
 
     def claims(self) -> Iterator[tuple[NodeId, Held]]:
-        """Yield what the other nodes that are there announce."""
+        """Yield what the other nodes that are there announce to have."""
+        return ((node, held) for node, said in self._announced() for held in said.sets)
+
+    def _announced(self) -> Iterator[tuple[NodeId, Announced]]:
         there = {member.node_id for member in self._membership.members() if member.present}
         for record in self._membership.records(SECTION):
             if (
@@ -107,14 +111,17 @@ class DataDirectory:
                     seen = (record, decode_announced(record.body))
                 except DataError as error:
                     log.info("node %s: %s", short_id(record.node), error)
-                    seen = (record, ())
+                    seen = (record, Announced())
                 self._seen[record.node] = seen
-            for held in seen[1]:
-                yield record.node, held
+            yield record.node, seen[1]
 
     def holders(self, identity: bytes) -> list[NodeId]:
         """Return the other nodes that say they have a data set whole."""
         return [node for node, held in self.claims() if held.id == identity]
+
+    def fetching(self, identity: bytes) -> list[NodeId]:
+        """Return the other nodes that say they fetch a data set, and give on what has come."""
+        return [node for node, said in self._announced() if identity in said.coming]
 
     def sealed(self, identity: bytes) -> bytes | None:
         return self._sealed.get(identity)

@@ -1,4 +1,4 @@
-"""Fetching of data sets: chunks come from several holders at once, as those of checkpoints do."""
+"""Fetching of data sets: chunks come from several holders at once, as those of checkpoints do, and from who fetches the same."""
 
 import asyncio
 import logging
@@ -12,15 +12,22 @@ from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link, fresh, links_of
 from ckptstore.errors import BadManifest, CorruptChunk
 from ckptstore.fetch import Fetch, Request
-from ckptstore.messages import ChunkRequest, encode_chunk_request
+from ckptstore.messages import (
+    ChunkRequest,
+    MissingQuery,
+    decode_ids,
+    encode_chunk_request,
+    encode_missing_query,
+)
+from ckptstore.pack import ID_BYTES
 from ckptstore.receiver import max_stream_bytes
 from membership.identity import NodeId
-from mesh.data.directory import SOURCES, DataDirectory
+from mesh.data.directory import ASK_S, SOURCES, DataDirectory
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.space import Room, Space
 from mesh.rpc.client import PeerClient, PeerError
-from mesh.rpc.parallel_fetch import Pulled, fetched_chunks, pulled
+from mesh.rpc.parallel_fetch import NO_SWARM, Pulled, Swarm, fetched_chunks, pulled
 from mesh.util.byte_text import amount, part
 from mesh.util.shared_task import SharedTask
 
@@ -31,6 +38,10 @@ ROUNDS, RETRY_S = (
 NODES, CHUNKS = 64, 2048  # pages opened, and chunks fetched, at a time: 8 GiB (own choice)
 FETCHES = 2  # data sets at a time for jobs, and as many that other nodes or the user ordered; more wait (own choice)
 TELL_S = 0.5
+QUERY_BYTES = CHUNKS * (ID_BYTES + 2) + 64  # of a question about so many chunks, and of its answer
+LEAST_GIVEN_ON = (
+    64 << 20
+)  # bytes of a data set that is given on while it comes: smaller ones come too soon (own choice)
 COMING_S = 1.0  # for which a chunk on its way is awaited, and other fetches give way to an awaited one (own choice)
 
 log = logging.getLogger(__name__)
@@ -41,8 +52,9 @@ Whose = Callable[[], bytes | None]  # the job by whose rights chunks are request
 
 @dataclass
 class Progress:
-    """The progress of a fetch: a text, the bytes that have arrived, whether there is room for all of it, and who waits."""
+    """The progress of a fetch of `size` bytes: a text, what has arrived, whether there is room for all of it, and who waits."""
 
+    size: int
     words: str = "waits until other data sets have come"
     came: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,8 +66,8 @@ class Progress:
 
 
 class DataFetcher:
-    """`cipher` finds the key of a data set (`DataKeys.cipher`); `blame` reports a node that sent wrong data; `arrived` is called
-    with each data set that is whole here.
+    """`cipher` finds the key of a data set (`DataKeys.cipher`); `blame` reports a node that sent wrong data; `begins` is called
+    when chunks of one begin to come, `arrived` with each that is whole here.
     """
 
     def __init__(
@@ -66,10 +78,11 @@ class DataFetcher:
         peers: PeerClient,
         cipher: Callable[[bytes, DataManifest], Awaitable[StateCipher | None]],
         blame: Callable[[NodeId, str], None],
+        begins: Callable[[], None],
         arrived: Callable[[bytes, bytes, DataManifest], None],
     ) -> None:
         self._holdings, self._directory, self._space, self._peers = holdings, directory, space, peers
-        self.cipher, self._blame, self._arrived = cipher, blame, arrived
+        self.cipher, self._blame, self._begins, self._arrived = cipher, blame, begins, arrived
         self._fetches: dict[bytes, tuple[SharedTask, Progress]] = {}
         self._running = Counter[bool]()  # fetches that a job here waits for (True), and others
         self._changed = asyncio.Condition()  # who waits for a turn asks again
@@ -86,7 +99,7 @@ class DataFetcher:
         """Bring all chunks of a data set here. FetchFailed. It ends when nobody waits for it any more."""
         found = self._fetches.get(identity)
         if found is None or found[0].task.done():
-            progress = Progress()
+            progress = Progress(manifest.chunk_bytes)
             work = self._fetch(progress, identity, manifest)
             found = SharedTask(work, f"fetch data set {manifest.full_name}"), progress
             self._fetches[identity] = found
@@ -108,6 +121,14 @@ class DataFetcher:
         """Return how far the fetch of a data set is; empty if none is under way."""
         found = self._fetches.get(identity)
         return found[1].words if found is not None and not found[0].task.done() else ""
+
+    def coming(self) -> list[bytes]:
+        """Return the large data sets that are being fetched, of which this node gives on what has come."""
+        return sorted(
+            identity
+            for identity, (shared, progress) in self._fetches.items()
+            if progress.size >= LEAST_GIVEN_ON and progress.begun.is_set() and not shared.task.done()
+        )
 
     async def begun(self, identity: bytes) -> None:
         """Wait until there is room for a data set whose fetch is under way."""
@@ -163,6 +184,7 @@ class DataFetcher:
     async def _fetch(self, progress: Progress, identity: bytes, manifest: DataManifest) -> None:
         async with self._turn(progress), self._space.room(manifest.chunk_bytes, manifest.full_name, identity) as room:
             progress.begun.set()
+            self._begins()
             sealed = self._directory.sealed(identity)
             assert sealed is not None
             failed: dict[NodeId, str] = {}
@@ -174,7 +196,9 @@ class DataFetcher:
                     with self._holdings.store.working():
                         await self._round(progress, room, identity, manifest, cipher, failed)
                         assert manifest.root is not None
-                        await asyncio.to_thread(self._holdings.store.publish, identity, sealed, manifest.root, cipher)
+                        await asyncio.to_thread(
+                            self._holdings.store.publish, identity, sealed, manifest.root, cipher, identity
+                        )
                     break
                 except FetchFailed as error:
                     log.info("data set %s: %s", manifest.full_name, error)
@@ -209,6 +233,7 @@ class DataFetcher:
             lacks = sum(batch[one] for one in missing)
             if progress.came - before + lacks > manifest.chunk_bytes:
                 raise BadManifest(f"it holds more than the {amount(manifest.chunk_bytes)} that its manifest says")
+            await asyncio.to_thread(self._holdings.store.members.note, identity, batch.items())
             passed += sum(batch.values()) - lacks
             for start in range(0, len(missing), CHUNKS):
                 some = {one: batch[one] for one in missing[start : start + CHUNKS]}
@@ -261,7 +286,8 @@ class DataFetcher:
         holders = [node for node in self._directory.holders(identity) if node not in failed]
         random.shuffle(holders)  # small fetches ask the first ones alone
         holders = holders[:SOURCES]
-        if not holders:
+        swarm = NO_SWARM if urgent else self._swarm(identity, whose, failed)
+        if not holders and not swarm.nodes():
             why = "; ".join(dict.fromkeys(failed.values())) or "no node that is there has it whole"
             raise FetchFailed(f"{self._directory.known[identity].full_name}: {why}")
 
@@ -274,7 +300,7 @@ class DataFetcher:
         def fault(source: NodeId, error: BaseException) -> str | None:
             if isinstance(error, CorruptChunk):
                 self._blame(source, f"of data set {identity.hex()[:12]}, {error}")
-            if not isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError):
+            if not isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError | ValueError):
                 return None
             failed[source] = str(error) or "no answer in time"
             return failed[source]
@@ -283,17 +309,35 @@ class DataFetcher:
         if not urgent:
             self._plans[identity] = plan
         try:
-            problem = await fetched_chunks(plan, pull, fault, tell)
+            problem = await fetched_chunks(plan, pull, fault, tell, swarm)
         finally:
             if not urgent:
                 del self._plans[identity]
         if problem:
             raise FetchFailed(problem)
 
+    def _swarm(self, identity: bytes, whose: Whose, failed: Mapping[NodeId, str]) -> Swarm:
+        """Return those who fetch the same data set: some of them, which stay the same as long as they are there."""
+        chosen: list[NodeId] = []
+
+        def nodes() -> list[NodeId]:
+            there = [node for node in self._directory.fetching(identity) if node not in failed]
+            chosen[:] = [node for node in chosen if node in there]
+            new = [node for node in there if node not in chosen]
+            chosen.extend(random.sample(new, min(len(new), SOURCES - len(chosen))))
+            return chosen
+
+        async def ask(node: NodeId, ids: Sequence[bytes]) -> set[bytes]:
+            query, path = encode_missing_query(MissingQuery(tuple(ids))), _path(identity, "missing", whose())
+            answer = await self._peers.call(node, "POST", path, query, timeout_s=ASK_S, answer_bytes=QUERY_BYTES)
+            return set(ids).difference(decode_ids(answer))
+
+        return Swarm(nodes, ask)
+
     async def _pull(self, identity: bytes, job: bytes | None, request: Request) -> Pulled:
         realm = self._directory.known[identity].realm
         receiver = await asyncio.to_thread(self._holdings.store.receive, max_stream_bytes(request.ids), realm)
-        path = f"/v1/data/{identity.hex()}/chunks" + (f"?job={job.hex()}" if job is not None else "")
+        path = _path(identity, "chunks", job)
         coming = asyncio.get_running_loop().create_future()
         self._coming |= dict.fromkeys(request.ids, coming)
 
@@ -309,3 +353,7 @@ class DataFetcher:
             raise
         finish.add_done_callback(over)
         return arrived, finish
+
+
+def _path(identity: bytes, what: str, job: bytes | None) -> str:
+    return f"/v1/data/{identity.hex()}/{what}" + (f"?job={job.hex()}" if job is not None else "")

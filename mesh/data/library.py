@@ -1,7 +1,7 @@
 """The data sets of this node: adding, removing and checking them, and giving them to guests.
 
 A shell around what the mesh has (`directory`), what is here (`holdings`), how it comes here (`fetcher`), what goes (`space`), and
-who can read it (`keys`). A node that has all of a data set announces that and gives it on.
+who can read it (`keys`). A node that has all of a data set announces that and gives it on; so does one that fetches it.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class DataLibrary:
         self.holdings = Holdings(root, quota_bytes, self.directory, self.keys.known)
         self.space = Space(identity.node_id, self.holdings, self.directory, peers, keep_s, self._announce)
         self.fetcher = DataFetcher(
-            self.holdings, self.directory, self.space, peers, self.keys.cipher, blame, self._arrived
+            self.holdings, self.directory, self.space, peers, self.keys.cipher, blame, self._announce, self._arrived
         )
         self.streams = Streams(self.holdings, self.fetcher)
         self.works: dict[tuple[str, str], Work] = {}
@@ -205,10 +205,10 @@ class DataLibrary:
             for identity in self.holdings.held - self.holdings.damaged
             for manifest in (self.directory.known[identity],)
         ]
-        body = encode_announced(sorted(rows, key=lambda held: (-held.number, held.id)))
+        body = encode_announced(sorted(rows, key=lambda held: (-held.number, held.id)), self.fetcher.coming())
         now = time.monotonic()
         if body != self._announced or now - self._announced_at > ANNOUNCE_TTL_S / 4:
-            if self._announced or rows:
+            if self._announced or rows or self.fetcher.coming():
                 self._membership.publish(SECTION, body, ANNOUNCE_TTL_S)
             self._announced, self._announced_at = body, now
             self._changed()

@@ -6,6 +6,7 @@ the data set is removed.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -25,6 +26,7 @@ FORMAT_VERSION = 1
 MAX_READERS = 256  # own choice
 MAX_SEALED = 64 * 1024  # a sealed manifest with 256 readers and its signer's certificates has less
 MAX_ANNOUNCED = 96  # data sets that one node announces: a section holds 16 KiB
+MAX_COMING = 8  # data sets of which one node announces that it fetches them (own choice)
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")  # lower case, so that no two differ in case alone
 OWNED = re.compile(r"[A-Za-z0-9_.@+-]{1,64}/" + NAME.pattern)
 
@@ -102,9 +104,10 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node says of data sets."""
+    """What a node says of data sets. `coming`: the ids of those that it fetches, and gives on as far as they have come."""
 
     sets: Annotated[tuple[Held, ...], msgspec.Meta(max_length=MAX_ANNOUNCED)] = ()
+    coming: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_COMING)] = ()
 
 
 _decoder, _announced = msgspec.msgpack.Decoder(DataManifest), msgspec.msgpack.Decoder(Announced)
@@ -184,15 +187,15 @@ def check_owner(manifest: DataManifest, signer: bytes, credentials: Credentials,
         raise DataError(f"the name {manifest.user!r} belongs to another user now")
 
 
-def encode_announced(held: list[Held]) -> bytes:
+def encode_announced(held: list[Held], coming: Sequence[bytes] = ()) -> bytes:
     """Encode the first ones, as many as fit a section."""
-    count = MAX_ANNOUNCED
-    while len(body := msgspec.msgpack.encode(Announced(tuple(held[:count])))) > MAX_BODY_BYTES:
+    count, first = MAX_ANNOUNCED, tuple(coming[:MAX_COMING])
+    while len(body := msgspec.msgpack.encode(Announced(tuple(held[:count]), first))) > MAX_BODY_BYTES:
         count -= 1
     return body
 
 
-def decode_announced(body: bytes) -> tuple[Held, ...]:
+def decode_announced(body: bytes) -> Announced:
     """Decode what a node says that it has. DataError if it is not valid."""
     try:
         found = _announced.decode(body)
@@ -201,4 +204,4 @@ def decode_announced(body: bytes) -> tuple[Held, ...]:
     for held in found.sets:
         if not OWNED.fullmatch(f"{held.user}/{held.name}"):
             raise DataError("an announced name is not valid")
-    return found.sets
+    return found

@@ -1,11 +1,11 @@
 """Runs a plan to fetch items from several holders at once (`ckptstore.fetch`), with its requests in parallel."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptstore.fetch import Cancel, Fetch, FetchEnded, Request
+from ckptstore.fetch import Ask, Cancel, Fetch, FetchEnded, Request
 from ckptstore.receiver import Receiver
 from membership.identity import NodeId, short_id
 from mesh.rpc.client import PeerClient
@@ -13,6 +13,21 @@ from mesh.rpc.direct import DirectBody
 from mesh.rpc.streams import IDLE_S, Patience, fed, received
 
 Pulled = tuple[list[bytes], asyncio.Task[int]]  # the chunks that arrived, and the task that makes them durable
+Answer = Collection[bytes]  # the ids of what arrived, or of what a partial source has
+
+
+class Swarm(NamedTuple):
+    """The nodes that are fetching the same chunks now, and how to ask one of them which of some chunks it has."""
+
+    nodes: Callable[[], Sequence[NodeId]]
+    ask: Callable[[NodeId, Sequence[bytes]], Coroutine[Any, Any, Answer]]
+
+
+async def _no_answer(source: NodeId, ids: Sequence[bytes]) -> Answer:
+    return ()
+
+
+NO_SWARM = Swarm(tuple, _no_answer)
 
 
 async def pulled(peers: PeerClient, request: Request, path: str, body: bytes, receiver: Receiver) -> Pulled:
@@ -42,6 +57,7 @@ async def fetched_chunks(
     pull: Callable[[Request], Coroutine[Any, Any, Pulled]],
     fault: Callable[[NodeId, BaseException], str | None],
     tell: Callable[[int], None],
+    swarm: Swarm = NO_SWARM,
 ) -> str:
     """Run a plan whose requests are `pulled`, as `fetched` does; what arrived is durable on return.
 
@@ -50,14 +66,14 @@ async def fetched_chunks(
     total = plan.left_bytes
     finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
 
-    async def ask(request: Request) -> Sequence[bytes]:
+    async def ask(request: Request) -> Answer:
         arrived, finish = await pull(request)
         finishing.append(finish)
         tell(total - plan.left_bytes)
         return arrived
 
     try:
-        problem = await fetched(plan, ask, fault)
+        problem = await fetched(plan, ask, fault, swarm)
         if not problem:
             await asyncio.gather(*finishing)
         return problem
@@ -67,8 +83,9 @@ async def fetched_chunks(
 
 async def fetched(
     plan: Fetch,
-    ask: Callable[[Request], Coroutine[Any, Any, Sequence[bytes]]],
+    ask: Callable[[Request], Coroutine[Any, Any, Answer]],
     fault: Callable[[NodeId, BaseException], str | None],
+    swarm: Swarm = NO_SWARM,
 ) -> str:
     """Run a plan; return what went wrong, empty if everything arrived.
 
@@ -76,8 +93,13 @@ async def fetched(
     holder's failure, or returns None if no holder is at fault; then the error is raised here.
     """
     clock = asyncio.get_running_loop().time
-    running: dict[asyncio.Task[Sequence[bytes]], NodeId] = {}
-    actions = plan.start(clock())
+    running: dict[asyncio.Task[Answer], Request | Ask] = {}
+
+    async def question(order: Ask) -> Answer:
+        await asyncio.sleep(order.delay_s)
+        return await swarm.ask(order.source, order.ids)
+
+    actions = plan.join(swarm.nodes(), clock()) + plan.start(clock())
     try:
         while True:
             for action in actions:
@@ -85,22 +107,25 @@ async def fetched(
                     case FetchEnded(problem=problem):
                         return problem
                     case Cancel(source=source):
-                        for task in [task for task, other in running.items() if other == source]:
+                        for task in [task for task, order in running.items() if order.source == source]:
                             del running[task]
                             task.cancel()
-                    case Request(source=source):
-                        name = f"fetch from {short_id(source)}"
-                        running[asyncio.create_task(ask(action), name=name)] = source
+                    case Request() | Ask():
+                        work = ask(action) if isinstance(action, Request) else question(action)
+                        task = asyncio.create_task(work, name=f"fetch from {short_id(action.source)}")
+                        running[task] = action
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             actions = []
             for task in done:
-                source, error = running.pop(task), task.exception()
+                order, error = running.pop(task), task.exception()
                 if error is None:
-                    actions += plan.arrived(source, task.result(), clock())
-                elif (words := fault(source, error)) is not None:
-                    actions += plan.failed(source, words or type(error).__name__, clock())
+                    happened = plan.arrived if isinstance(order, Request) else plan.told
+                    actions += happened(order.source, task.result(), clock())
+                elif (words := fault(order.source, error)) is not None:
+                    actions += plan.failed(order.source, words or type(error).__name__, clock())
                 else:
                     raise error
+            actions += plan.join(swarm.nodes(), clock())
     finally:
         for task in running:
             task.cancel()

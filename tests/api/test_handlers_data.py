@@ -16,7 +16,13 @@ from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Link
 from ckptstore.dataset_adder import Adder
 from ckptstore.dataset_store import DataSets
-from ckptstore.messages import ChunkRequest, encode_chunk_request
+from ckptstore.messages import (
+    ChunkRequest,
+    MissingQuery,
+    decode_ids,
+    encode_chunk_request,
+    encode_missing_query,
+)
 from membership.ratelimit import TokenBuckets
 from mesh.api.handlers.data import DataHandlers, DataProvider
 from mesh.data.directory import DataDirectory
@@ -42,6 +48,7 @@ class Giver:
             self.added = Adder(self.store, lambda progress: None, False, self.cipher).add(source)
         self.chunks = tuple(one for one, _ in self.store.chunks(self.added.root, self.cipher))
         self.user, self.node = EVE, EVE
+        self.coming: list[bytes] = []
         self.refused: list[bytes] = []
         self.runs: dict[bytes, Any] = {}
         nothing: Any = None
@@ -49,6 +56,7 @@ class Giver:
         library: Any = SimpleNamespace(
             directory=self.directory,
             holdings=SimpleNamespace(is_here=self.store.has, store=self.store),
+            fetcher=SimpleNamespace(coming=lambda: self.coming),
             keys=SimpleNamespace(known={self.cipher.realm: self.cipher}.get),
         )
         jobs: Any = SimpleNamespace(
@@ -79,13 +87,13 @@ class Giver:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return runner
 
-    async def version(self, number: int, *readers: Reader, removed: bool = False) -> bytes:
+    async def version(self, number: int, *readers: Reader, removed: bool = False, coming: bool = False) -> bytes:
         identity, root = bytes([number]) * 32, None if removed else self.added.root
         realm = b"" if removed else self.cipher.realm
         manifest = DataManifest(
             1, "pictures", "ada", ADA, b"", number, 1, root, self.added.chunk_bytes, readers, False, realm
         )
-        if root is not None:
+        if root is not None and not coming:
             await asyncio.to_thread(self.store.publish, identity, b"sealed", root, self.cipher)
         self.directory.remember(identity, b"sealed", manifest)
         return identity
@@ -97,14 +105,17 @@ class Giver:
             return answer.status, await answer.read()
 
     async def asked(self, identity: bytes, user: bytes, node: bytes, job: bytes = b"") -> int:
+        return (await self.post(identity, "chunks", encode_chunk_request(ChunkRequest(self.chunks)), user, node, job))[
+            0
+        ]
+
+    async def post(
+        self, identity: bytes, what: str, body: bytes, user: bytes, node: bytes, job: bytes = b""
+    ) -> tuple[int, bytes]:
         self.user, self.node = user, node
-        url = f"{self.url}/v1/data/{identity.hex()}/chunks?job={job.hex()}"
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(url, data=encode_chunk_request(ChunkRequest(self.chunks))) as answer,
-        ):
-            await answer.read()
-            return answer.status
+        url = f"{self.url}/v1/data/{identity.hex()}/{what}?job={job.hex()}"
+        async with aiohttp.ClientSession() as session, session.post(url, data=body) as answer:
+            return answer.status, await answer.read()
 
 
 @pytest.fixture
@@ -160,6 +171,25 @@ async def test_new_reader_gets_no_older_version(giver: Giver) -> None:
     new = await giver.version(2, EVES)
     assert await giver.asked(new, EVE, EVE) == 200
     assert await giver.asked(old, EVE, EVE) == 403
+
+
+async def test_node_gives_on_what_has_come_of_a_set_that_it_fetches(giver: Giver) -> None:
+    pictures = await giver.version(1, EVES)
+    coming = await giver.version(2, EVES, coming=True)
+    other, secret = os.urandom(32), giver.chunks[-1]
+    body = encode_missing_query(MissingQuery((*giver.chunks[:2], other, secret)))
+    assert (await giver.post(coming, "missing", body, EVE, EVE))[0] == 404, "it is neither here nor fetched"
+    giver.coming = [coming]
+    giver.store.members.note(coming, [(giver.chunks[0], 1), (other, 1)])
+    status, answer = await giver.post(coming, "missing", body, EVE, EVE)
+    assert status == 200 and decode_ids(answer) == [giver.chunks[1], other, secret]
+    assert (await giver.post(coming, "missing", body, LENDER, LENDER))[0] == 403 and giver.refused == [LENDER]
+    assert (await giver.post(coming, "missing", b"?", EVE, EVE))[0] == 400
+    assert decode_ids((await giver.post(pictures, "missing", body, EVE, EVE))[1]) == [other]
+    for ids, expected in (((giver.chunks[0],), 200), ((secret,), 403), ((other,), 404)):
+        order = encode_chunk_request(ChunkRequest(ids))
+        assert (await giver.post(coming, "chunks", order, EVE, EVE))[0] == expected
+    assert (await giver.post(coming, "chunks", order, LENDER, LENDER))[0] == 403
 
 
 async def test_reader_that_does_not_read_is_dropped_and_holds_no_other_up(

@@ -192,6 +192,10 @@ async def test_claims_are_those_of_other_nodes_that_are_there(mesh: Mesh) -> Non
         mesh.announces(node, pictures)
     mesh.absent = {EVE.node_id}
     assert mesh.directory.holders(pictures[0]) == [BOB.node_id]
+    for node in (ADA, BOB, EVE):
+        body = encode_announced([], [pictures[0]])
+        mesh.sections[node.node_id] = SimpleNamespace(node=node.node_id, section=SECTION, body=body)
+    assert mesh.directory.fetching(pictures[0]) == [BOB.node_id] and mesh.directory.holders(pictures[0]) == []
     mesh.sections[BOB.node_id] = SimpleNamespace(node=BOB.node_id, section=SECTION, body=b"\xc1")
     assert mesh.directory.holders(pictures[0]) == [], "an announcement that cannot be read claims nothing"
 

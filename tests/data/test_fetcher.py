@@ -16,6 +16,7 @@ from ckptstore.dataset_adder import Adder
 from ckptstore.dataset_store import DataSets
 from ckptstore.errors import CorruptChunk
 from ckptstore.fetch import Request
+from ckptstore.messages import decode_missing_query, encode_ids
 from mesh.data import fetcher as fetcher_module
 from mesh.data.fetcher import FETCHES, ROUNDS, DataFetcher
 from mesh.data.holdings import Holdings
@@ -47,11 +48,13 @@ class Fetching:
         if cipher is not None:
             self.manifest = msgspec.structs.replace(self.manifest, realm=cipher.realm)
         self.identity = b"i" * 32
-        self.listed = [FIRST, SECOND]
+        self.listed, self.fetching = [FIRST, SECOND], list[bytes]()
+        self.lacks: dict[bytes, int] = {}  # first chunks that a node which fetches says it lacks, too
         self.fails: dict[bytes, list[Exception]] = {FIRST: [], SECOND: []}
         self.asked: list[Request] = []
         self.paths: set[str] = set()
         self.blamed: list[bytes] = []
+        self.told: list[list[bytes]] = []
         self.arrived: list[bytes] = []
         self.room: list[int] = []
         self.hang: asyncio.Event | None = None
@@ -60,22 +63,34 @@ class Fetching:
             known=self.known,
             sealed=lambda identity: b"sealed",
             holders=lambda identity: list(self.listed),
+            fetching=lambda identity: list(self.fetching),
         )
         space: Any = SimpleNamespace(room=self._make_room)
         self.holdings = Holdings(root / "here", None, directory, lambda realm: self.cipher)
-        nothing: Any = None
+        peers: Any = SimpleNamespace(call=self._call)
         self.fetcher = DataFetcher(
             self.holdings,
             directory,
             space,
-            nothing,
+            peers,
             self._cipher,
             lambda node, what: self.blamed.append(node),
+            lambda: self.told.append(self.fetcher.coming()),
             lambda identity, sealed, manifest: self.arrived.append(identity),
         )
 
     async def _cipher(self, identity: bytes, manifest: DataManifest) -> StateCipher | None:
         return self.cipher
+
+    async def _call(
+        self, node: bytes, method: str, path: str, body: bytes, timeout_s: float, answer_bytes: int
+    ) -> bytes:
+        """Answer as a node that fetches the same, and has all but the first chunks of a question."""
+        assert (method, path) == ("POST", f"/v1/data/{self.identity.hex()}/missing?job={JOB.hex()}")
+        ids = decode_missing_query(body).ids
+        answer = encode_ids([*ids[: self.lacks[node]], *self.holders[node].lacks(self.identity, ids)])
+        assert len(answer) <= answer_bytes
+        return answer
 
     @asynccontextmanager
     async def _make_room(self, more: int, what: str, identity: bytes) -> AsyncIterator[Room]:
@@ -139,6 +154,58 @@ async def test_holder_that_sends_wrong_data_is_blamed(fetching: Fetching) -> Non
     fetching.fails[FIRST] = [CorruptChunk("not what was asked for")]
     await fetching.fetch()
     assert fetching.arrived and fetching.blamed == [FIRST]
+
+
+async def test_data_set_comes_from_nodes_that_fetch_it_as_far_as_they_have_it(fetching: Fetching) -> None:
+    fetching.listed, fetching.fetching, fetching.lacks = [FIRST], [SECOND], {SECOND: 1}
+    await fetching.fetch()
+    assert fetching.arrived and {request.source for request in fetching.asked} == {FIRST, SECOND}
+
+
+async def test_nodes_that_fetch_it_are_enough_if_they_have_it(fetching: Fetching) -> None:
+    fetching.listed, fetching.fetching, fetching.lacks = [], [SECOND], {SECOND: 0}
+    await fetching.fetch()
+    assert fetching.arrived and {request.source for request in fetching.asked} == {SECOND}
+
+
+async def test_node_that_answers_nonsense_about_what_it_has_is_dropped(fetching: Fetching) -> None:
+    async def nonsense(*order: Any, **bounds: Any) -> bytes:
+        return b"\xc1"
+
+    fetching.listed, fetching.fetching = [FIRST], [SECOND]
+    fetching.fetcher._peers.call = nonsense  # type: ignore[method-assign]
+    await fetching.fetch()
+    assert fetching.arrived and {request.source for request in fetching.asked} == {FIRST}
+
+
+async def test_chunks_count_as_those_of_the_set_as_they_come(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it gives them on, and need not walk the tree again at the end."""
+    monkeypatch.setattr(fetcher_module, "LEAST_GIVEN_ON", 1)
+    fetching.hang = asyncio.Event()
+    ids = [one for one, _ in fetching.holders[FIRST].chunks(fetching.root, fetching.cipher)]
+    whole = asyncio.create_task(fetching.fetch())
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    store = fetching.holdings.store
+    assert fetching.fetcher.coming() == [fetching.identity] and fetching.told == [[fetching.identity]]
+    assert store.belongs(fetching.identity, [fetching.root.id]) and store.lacks(fetching.identity, ids) == ids
+    monkeypatch.setattr(store, "enter", None)
+    fetching.hang.set()
+    await whole
+    assert fetching.fetcher.coming() == [] and store.lacks(fetching.identity, ids) == []
+    assert store.known() == fetching.holders[FIRST].known()
+
+
+async def test_small_data_set_is_not_given_on_while_it_comes(fetching: Fetching) -> None:
+    fetching.hang = asyncio.Event()
+    whole = asyncio.create_task(fetching.fetch())
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    assert fetching.fetcher.coming() == []
+    whole.cancel()
+    await asyncio.gather(whole, return_exceptions=True)
 
 
 async def test_fetch_is_tried_again_and_then_given_up(fetching: Fetching) -> None:

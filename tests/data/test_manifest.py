@@ -14,6 +14,7 @@ from membership.trust import USER, Credentials, User
 from mesh.data.manifest import (
     BLOCK_BYTES,
     MAX_ANNOUNCED,
+    MAX_COMING,
     MAX_READERS,
     MAX_SEALED,
     DataError,
@@ -149,9 +150,14 @@ def test_only_a_node_of_the_owner_signs(made: Change) -> None:
 def test_announcement_is_bounded() -> None:
     rows = [Held(bytes([n]) * 32, ADA, "ada", f"set{n}", 2**50) for n in range(200)]
     body = encode_announced(rows)
-    assert len(decode_announced(body)) == MAX_ANNOUNCED and len(body) <= MAX_BODY_BYTES
-    longest = encode_announced([msgspec.structs.replace(row, user="u" * 64, name="n" * 64) for row in rows])
-    assert 16_000 < len(longest) <= MAX_BODY_BYTES and len(decode_announced(longest)) < MAX_ANNOUNCED
+    assert len(decode_announced(body).sets) == MAX_ANNOUNCED and len(body) <= MAX_BODY_BYTES
+    coming = [bytes([n]) * 32 for n in range(MAX_COMING + 1)]
+    longest = encode_announced([msgspec.structs.replace(row, user="u" * 64, name="n" * 64) for row in rows], coming)
+    assert 16_000 < len(longest) <= MAX_BODY_BYTES and len(decode_announced(longest).sets) < MAX_ANNOUNCED
+    assert decode_announced(longest).coming == tuple(coming[:MAX_COMING])
+    for many in (coming, [b"x"]):
+        with pytest.raises(DataError):
+            decode_announced(msgspec.msgpack.encode({"coming": many}))
     for bad in (msgspec.structs.replace(rows[0], name="../x"), msgspec.structs.replace(rows[0], id=b"x")):
         with pytest.raises(DataError):
             decode_announced(encode_announced([bad]))

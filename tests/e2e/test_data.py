@@ -106,6 +106,29 @@ def test_data_set_is_added_fetched_and_read_by_jobs(make_stack: Callable[..., St
     assert done.returncode == 125 and f"there is no data set {name}" in done.stderr
 
 
+def test_nodes_that_fetch_at_once_give_each_other_what_they_have(
+    make_stack: Callable[..., Stack], tmp_path: Path
+) -> None:
+    size = 72 << 20
+    (tmp_path / "large").write_bytes(random.Random(5).randbytes(size))
+    one, *others = make_stack(3, upload_mbps=80.0).nodes
+    user = read(one, "status")["user"]
+    read(one, "data", "add", "large", str(tmp_path / "large"))
+    for node in others:
+        until(lambda node=node: row(node, f"{user}/large"), "the others to know it")
+    fetches = [start(node, "data", "pin", "large") for node in others]
+    assert [fetch.wait(300) for fetch in fetches] == [0, 0]
+    sent = [sent_bytes(node) for node in (one, *others)]
+    assert sum(sent) >= 2 * size and sum(sent[1:]) > size / 10, sent
+    for node in others:
+        assert "all are good" in ok(node, "data", "verify", "large")
+
+
+def sent_bytes(node: StackNode) -> float:
+    lines = node.client.read("/metrics").decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("mesh_transfer_sent_bytes_total"))
+
+
 def damage(node: StackNode) -> None:
     pack = max((node.where.data / "packs").glob("*.pack"), key=lambda path: path.stat().st_size)
     with pack.open("r+b") as file:

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 from ckptstore.cipher import StateCipher
 from ckptstore.dataset import Entry
 from ckptstore.errors import NotFound, StoreError
-from ckptstore.messages import MAX_IDS_BYTES, decode_chunk_request
+from ckptstore.messages import MAX_IDS_BYTES, decode_chunk_request, decode_missing_query, encode_ids
 from membership.identity import NodeId
 from membership.node import MembershipNode
 from membership.ratelimit import TokenBuckets
@@ -25,6 +25,7 @@ from mesh.api import schemas
 from mesh.api.handlers.lookup import nick_in, nicks_of
 from mesh.api.queries import DataQuery, WorkQuery
 from mesh.api.requests import AddData, PinData, RemoveData
+from mesh.data.fetcher import QUERY_BYTES
 from mesh.data.library import DataLibrary, Work
 from mesh.data.manifest import MAX_READERS, MAX_SEALED, DataError, DataManifest, FetchFailed, Reader, check_name
 from mesh.jobs.authority import may_order_image, may_read_data
@@ -335,6 +336,7 @@ class DataProvider:
             ("GET", "/v1/data/{id}/key", self._key, Bound()),
             ("POST", "/v1/data/{id}/fetch", self._fetch, Bound()),
             ("POST", "/v1/data/{id}/chunks", self._chunks, Bound(MAX_IDS_BYTES)),
+            ("POST", "/v1/data/{id}/missing", self._missing, Bound(QUERY_BYTES, QUERY_BYTES)),
         ]
 
     async def _manifest(self, request: web.Request) -> web.Response:
@@ -386,14 +388,30 @@ class DataProvider:
         self._library.pull(identity, manifest)
         return web.Response(body=b"fetching")
 
-    async def _chunks(self, request: web.Request) -> web.StreamResponse:
+    async def _reader(self, request: web.Request) -> tuple[Credentials, bytes, bytes]:
+        """Return a caller who may read chunks of a data set that is here, or is coming; with its id, and the body."""
         credentials, body = await self._admit(request)
         identity = id_in(request, "id", 32)
         manifest = self._library.directory.known.get(identity)
-        if manifest is None or not self._library.holdings.is_here(identity):
+        here = self._library.holdings.is_here(identity) or identity in self._library.fetcher.coming()
+        if manifest is None or not here:
             raise web.HTTPNotFound(text="this node does not have the data set")
         if not await self._may_read(credentials, identity, request.query.get("job", "")):
             self._refuse(credentials, "chunks", manifest)
+        return credentials, identity, body
+
+    async def _missing(self, request: web.Request) -> web.Response:
+        """Say which of some chunks have not come yet, to a node that fetches the same data set."""
+        _, identity, body = await self._reader(request)
+        try:
+            query = decode_missing_query(body)
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        missing = await asyncio.to_thread(self._library.holdings.store.lacks, identity, query.ids)
+        return web.Response(body=encode_ids(missing))
+
+    async def _chunks(self, request: web.Request) -> web.StreamResponse:
+        credentials, identity, body = await self._reader(request)
         try:
             order = decode_chunk_request(body)
         except ValueError as error:
