@@ -1,11 +1,12 @@
-"""Data sets through real daemons: adding, adding again, many small files, fetching from three holders, a job's first batch while
-it is fetched, a cache that jobs fill, and memory.
+"""Data sets through real daemons: adding, adding again, many small files, fetching from three holders, fetching by several nodes
+at once, a job's first batch while it is fetched, a cache that jobs fill, and memory.
 
 Beside rsync and restic, tar with zstd, and rsync and aria2c, where these are installed. Every subject ends with `sync`, so each
 figure is the time until the bytes are on disk. Writes build/bench/data.json.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,9 @@ SMALL_BYTES = 10_000
 CHANGED = 0.01
 ADD_GOAL, AGAIN_GOAL, SMALL_GOAL, FETCH_GOAL, MEMORY_GOAL_MIB = 1.0, 0.1, 1.2, 0.9, 150.0
 HOLDERS = 3
-PARTS = ("add", "small", "fetch", "stream", "cache", "memory")
+SWARM, SWARM_MBPS = 4, 200.0  # nodes that fetch at once, and what each node sends at most
+SWARM_GOAL = 1.5  # times as long as one node alone would take (own choice)
+PARTS = ("add", "small", "fetch", "swarm", "stream", "cache", "memory")
 BATCH, WORKERS = 32, 4  # records of 1 MiB in a batch, and threads that read them, as data loaders do
 FIRST_GOAL = 0.05
 PRIORITY = "--priority"
@@ -243,6 +246,132 @@ def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
     return rows + [row(f"the same by {name}", taken, "s", goal="-", met=None) for name, taken in theirs.items()]
 
 
+def measure_swarm(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
+    """Measure until several nodes that fetch at once from one holder all have the data set, beside BitTorrent."""
+    source = on / "large"
+    make_large(source, max(1, round(options.gib * 1024 * MIB / FILE_BYTES)))
+    ours, theirs, copies = list[float](), list[float](), list[float]()
+    alone_s = options.gib * 1024 * MIB / (SWARM_MBPS * 1e6 / 8)
+    with Stack(1 + SWARM, directory=on / "stack", overrides={"upload_mbps": SWARM_MBPS}) as stack:
+        stack.start_all()
+        holder, *others = stack.nodes
+        mesh(holder, "data", "add", "set", source)
+        for node in others:
+            wait_known(node, 1)
+        for number in range(options.rounds):
+            before = sent_bytes(holder)
+            ours.append(timed(lambda: pin_at_once(others), on))
+            copies.append((sent_bytes(holder) - before) / (options.gib * 1024 * MIB))
+            for node in others:
+                mesh(node, "data", "pin", "--off", "set")
+                mesh(node, "data", "rm", "--here", "--force", "set")
+            if shutil.which("aria2c"):
+                theirs.append(fetch_by_bittorrent(source, on / f"torrent{number}"))
+    shutil.rmtree(source)
+    measure = f"{SWARM} nodes fetch {options.gib:g} GiB at once from one, each sends {SWARM_MBPS:g} Mbit/s"
+    met = statistics.median(ours) <= SWARM_GOAL * alone_s
+    goal = f"<= {SWARM_GOAL:g} x {alone_s:.1f} s, the time of one alone"
+    peer = {"peer": "aria2c by BitTorrent", "peer_values": theirs} if theirs else {}
+    return [
+        row(measure, ours, "s", goal=goal, met=met, **peer),  # type: ignore[arg-type]
+        row("copies that the holder sends meanwhile", copies, "x", goal="-", met=None),
+    ]
+
+
+def pin_at_once(nodes: Sequence[StackNode]) -> None:
+    command = [sys.executable, "-m", "mesh.cli", "--state"]
+    orders = [
+        subprocess.Popen([*command, node.where.root, "data", "pin", "set"], stdout=subprocess.DEVNULL, cwd=ROOT)
+        for node in nodes
+    ]
+    if any([order.wait() for order in orders]):
+        raise SystemExit("a node could not fetch the data set")
+
+
+def sent_bytes(node: StackNode) -> float:
+    lines = node.client.read("/metrics").decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("mesh_transfer_sent_bytes_total"))
+
+
+TRACKER = """
+import socket, sys
+from urllib.parse import parse_qs
+from aiohttp import web
+
+peers = set()
+
+async def announce(request):
+    port = int(parse_qs(request.query_string, encoding="latin-1")["port"][0])
+    peers.add(socket.inet_aton("127.0.0.1") + port.to_bytes(2, "big"))
+    known = b"".join(sorted(peers))
+    return web.Response(body=b"d8:intervali1e5:peers%d:%se" % (len(known), known))
+
+app = web.Application()
+app.router.add_get("/announce", announce)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+web.run_app(app, sock=listener, print=None)
+"""
+
+
+def bencoded(value: object) -> bytes:
+    match value:
+        case int():
+            return b"i%de" % value
+        case bytes():
+            return b"%d:%s" % (len(value), value)
+        case list():
+            return b"l" + b"".join(map(bencoded, value)) + b"e"
+        case dict():
+            return b"d" + b"".join(bencoded(key) + bencoded(value[key]) for key in sorted(value)) + b"e"
+    raise TypeError(type(value))
+
+
+def torrent(source: Path, tracker: str) -> bytes:
+    """Describe a directory of files for BitTorrent, in pieces of 1 MiB."""
+    files = sorted(source.iterdir())
+    whole = b"".join(path.read_bytes() for path in files)
+    pieces = b"".join(hashlib.sha1(whole[at : at + MIB]).digest() for at in range(0, len(whole), MIB))
+    listed = [{b"length": path.stat().st_size, b"path": [path.name.encode()]} for path in files]
+    about = {b"files": listed, b"name": source.name.encode(), b"piece length": MIB, b"pieces": pieces}
+    return bencoded({b"announce": tracker.encode(), b"info": about})
+
+
+def fetch_by_bittorrent(source: Path, on: Path) -> float:
+    """Return the seconds until as many clients of aria2c have what another one has, all started at once."""
+    on.mkdir()
+    with subprocess.Popen([sys.executable, "-c", TRACKER], stdout=subprocess.PIPE, text=True) as tracker:
+        assert tracker.stdout is not None
+        file = on / "set.torrent"
+        file.write_bytes(torrent(source, f"http://127.0.0.1:{tracker.stdout.readline().strip()}/announce"))
+        words = ["aria2c", "-q", "--enable-dht=false", "--bt-tracker-interval=1", "--file-allocation=none"]
+        words += ["--seed-ratio=0", "--check-integrity=true", "--bt-request-peer-speed-limit=1000M"]
+        words += [f"--max-overall-upload-limit={round(SWARM_MBPS * 1e6 / 8)}"]
+        clients = [subprocess.Popen([*words, "-d", source.parent, "--listen-port=26881", file])]
+        try:
+            hashed = sum(path.stat().st_size for path in source.iterdir()) / 200e6
+            time.sleep(1 + hashed)  # the first one reads and hashes what it has
+            begun = time.perf_counter()
+            for number in range(SWARM):
+                (on / str(number)).mkdir()
+                clients.append(
+                    subprocess.Popen([*words, "-d", on / str(number), f"--listen-port={26882 + number}", file])
+                )
+            places = [on / str(number) / source.name for number in range(SWARM)]
+            waited(lambda: all(place.exists() and not unfinished(place) for place in places), "the torrent", 0.05)
+            subprocess.run(["sync", "-f", on], check=True)
+            return time.perf_counter() - begun
+        finally:
+            for process in (*clients, tracker):
+                process.terminate()
+                process.wait()
+            shutil.rmtree(on)
+
+
+def unfinished(place: Path) -> bool:
+    return place.with_name(f"{place.name}.aria2").exists()
+
+
 FIRST_BATCH = """
 import json, os, random, time
 from concurrent.futures import ThreadPoolExecutor
@@ -393,12 +522,12 @@ def told_by(node: StackNode, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
-def waited(look: Callable[[], Any], what: str) -> Any:
+def waited(look: Callable[[], Any], what: str, every_s: float = 0.5) -> Any:
     deadline = time.monotonic() + 600
     while not (found := look()):
         if time.monotonic() > deadline:
             raise SystemExit(f"waited in vain for {what}")
-        time.sleep(0.5)
+        time.sleep(every_s)
     return found
 
 
