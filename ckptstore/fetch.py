@@ -7,22 +7,25 @@ sends wrong bytes is dropped, and its outstanding chunks go to the others.
 
 A *partial* source is still fetching the same chunks. It is asked which of them it has, now and then, and requested those only.
 From then on chunks are requested in random order, and those first that the fewest partial sources have (BitTorrent's rarest
-first), so that those who fetch at the same time get different ones from the whole sources.
+first), so that those who fetch at the same time get different ones from the whole sources. What is awaited comes in order but
+for that: it is so within each window.
 """
 
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
 FIRST_BYTES = 8 << 20  # first request to a source (own choice)
 LONGEST_S = 1.0  # longest request, so that rates are measured and slow sources noticed (own choice)
 AWAITED_BYTES, AWAITED_S = 4 << 20, 0.25  # instead, of chunks that are awaited (own choice)
+WINDOW_BYTES = 256 << 20  # of awaited chunks that come in any order (own choice)
 SHARE = 0.5  # share of the remaining bytes requested at once, over all sources (own choice)
 LEARN = 0.5  # weight of the last request in a source's rate (own choice)
 ASK_S = 1.0  # between questions to a partial source that has nothing which is missing (own choice)
-VAIN = 15  # such questions in a row until it is dropped (own choice)
+VAIN = 15  # such questions in a row until it is dropped, if no other source sends anything (own choice)
 SOONER = 0.8  # a second source is asked if it needs less than this share of the slow one's remaining time (own choice)
 
 
@@ -91,7 +94,11 @@ class Fetch:
         self._open: dict[bytes, _Open] = {}
         self._rates: dict[bytes, float] = {}
         self._partial: dict[bytes, _Partial] = {}
-        self._in_order, self._shuffle = awaited, shuffle
+        starts = accumulate(missing.values(), initial=0)
+        self._windows = {
+            one: start // WINDOW_BYTES if awaited else 0 for one, start in zip(missing, starts, strict=False)
+        }
+        self._shuffle = shuffle
         self._copies = Counter[bytes]()  # of a chunk, at partial sources
         self.dropped: dict[bytes, str] = {}
 
@@ -105,8 +112,9 @@ class Fetch:
     def join(self, sources: Iterable[bytes], now: float) -> list[Action]:
         """Add partial sources that are not known yet."""
         new = [source for source in sources if source not in self._sources and source not in self.dropped]
-        if new and not self._partial and not self._in_order:
+        if new and not self._partial:
             self._shuffle(self._queue)
+            self._sort()
         self._sources += new
         self._partial |= {source: _Partial(set()) for source in new}
         return self._assign(now) if new else []
@@ -116,13 +124,15 @@ class Fetch:
         partial = self._partial[source]
         new = self._left.intersection(ids) - partial.has
         partial.has |= new
-        partial.asked, partial.vain = False, 0 if new else partial.vain + 1
+        partial.asked, partial.vain = False, 0 if new or self._open else partial.vain + 1
         self._copies.update(new)
-        if not self._in_order:
-            self._queue.sort(key=lambda identity: self._copies[identity])
+        self._sort()
         if partial.vain >= VAIN:
             return self._drop(source, [], "has nothing that is missing", now)
         return self._assign(now)
+
+    def _sort(self) -> None:
+        self._queue.sort(key=lambda identity: (self._windows[identity], self._copies[identity]))
 
     def arrived(self, source: bytes, ids: Iterable[bytes], now: float) -> list[Action]:
         """Handle an answer with these chunks; a source that sent fewer than requested is dropped."""

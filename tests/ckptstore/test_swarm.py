@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.fetch import ASK_S, VAIN, Ask, Cancel, Fetch, FetchEnded, Request
+from ckptstore.fetch import ASK_S, VAIN, WINDOW_BYTES, Ask, Cancel, Fetch, FetchEnded, Request
 
 SEED = b"seed"
 CHUNK, RATE = 4 << 20, 12.5e6  # bytes; bytes a second that a node sends
@@ -29,7 +29,9 @@ class Swarm:
     chunks: int
     gives: bool = True
     shuffles: bool = True  # whether each has an order of its own
+    awaited: bool = False
     now: float = 0.0
+    ahead: float = 0.0  # most bytes that one had after the first that it lacked
     sent: Counter[bytes] = field(default_factory=Counter)
     ended: dict[bytes, float] = field(default_factory=dict)
 
@@ -46,7 +48,7 @@ class Swarm:
         for node in sorted(self.begins, key=lambda node: self.begins[node]):
             self._until(self.begins[node])
             shuffle = self.random.shuffle if self.shuffles else lambda queue: None
-            self.plans[node] = Fetch(dict.fromkeys(self.ids, CHUNK), [SEED], shuffle=shuffle)
+            self.plans[node] = Fetch(dict.fromkeys(self.ids, CHUNK), [SEED], self.awaited, shuffle)
             self._do(node, self.plans[node].start(self.now))
         while len(self.ended) < self.count:
             self._until(self.now + 0.25)
@@ -94,6 +96,9 @@ class Swarm:
                 node, source = arrived[0]
                 request = self.transfers.pop(arrived[0]).request
                 self.have[node].update(request.ids)
+                first = next((at for at, one in enumerate(self.ids) if one not in self.have[node]), self.chunks)
+                last = max(self.ids.index(one) for one in request.ids)
+                self.ahead = max(self.ahead, (last - first) * CHUNK)
                 self._do(node, self.plans[node].arrived(source, request.ids, self.now))
             elif self.now >= then:
                 return
@@ -106,6 +111,14 @@ def test_nodes_that_fetch_at_once_take_little_more_than_one_copy_from_the_seed(c
     alone_s = 240 * CHUNK / RATE
     assert max(swarm.ended.values()) < 1.3 * alone_s + 10 * ASK_S
     assert swarm.sent[SEED] < 1.3 * 240 * CHUNK
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_what_is_awaited_comes_nearly_in_order_and_nearly_as_fast(count: int) -> None:
+    swarm = Swarm(count, 240, awaited=True)
+    swarm.run()
+    assert swarm.sent[SEED] < 1.7 * 240 * CHUNK
+    assert swarm.ahead <= 2 * WINDOW_BYTES < 240 * CHUNK
 
 
 def test_without_each_other_they_share_what_the_seed_sends() -> None:
@@ -166,6 +179,15 @@ def test_partial_sources_that_get_nothing_are_given_up() -> None:
         actions = fetch.told(b"a", [], 0.0)
     (ended,) = actions
     assert isinstance(ended, FetchEnded) and "has nothing that is missing" in ended.problem
+
+
+def test_partial_source_is_kept_while_another_source_sends() -> None:
+    fetch = Fetch({b"1": 1, b"2": 1}, [SEED])
+    sent, ask = fetch.join([b"a"], 0.0)
+    assert isinstance(sent, Request) and isinstance(ask, Ask)
+    for _ in range(2 * VAIN):
+        (ask,) = fetch.told(b"a", [], 0.0)
+    assert isinstance(ask, Ask) and not fetch.dropped
 
 
 def test_what_a_partial_source_has_is_requested_of_it_and_nothing_else() -> None:
