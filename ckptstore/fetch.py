@@ -11,10 +11,10 @@ first), so that those who fetch at the same time get different ones from the who
 for that: it is so within each window.
 """
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from random import Random
 
 import msgspec
 
@@ -76,7 +76,8 @@ class _Partial(msgspec.Struct):
 class Fetch:
     """Fetches the chunks of `missing`, given with their lengths.
 
-    `awaited`: somebody uses them as they come, so requests are short: chunks are there once their request has ended.
+    `awaited`: somebody uses them as they come, so requests are short: chunks are there once their request has ended. `rng`: draws
+    the order in which they are requested while there are partial sources; None: that of `missing`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Fetch:
         missing: Mapping[bytes, int],
         sources: Sequence[bytes],
         awaited: bool = False,
-        shuffle: Callable[[list[bytes]], None] = random.shuffle,
+        rng: Random | None = None,
     ) -> None:
         self._first_bytes, self._longest_s = (AWAITED_BYTES, AWAITED_S) if awaited else (FIRST_BYTES, LONGEST_S)
         self._sizes = dict(missing)
@@ -98,7 +99,7 @@ class Fetch:
         self._windows = {
             one: start // WINDOW_BYTES if awaited else 0 for one, start in zip(missing, starts, strict=False)
         }
-        self._shuffle = shuffle
+        self._rng = rng
         self._copies = Counter[bytes]()  # of a chunk, at partial sources
         self.dropped: dict[bytes, str] = {}
 
@@ -112,8 +113,8 @@ class Fetch:
     def join(self, sources: Iterable[bytes], now: float) -> list[Action]:
         """Add partial sources that are not known yet."""
         new = [source for source in sources if source not in self._sources and source not in self.dropped]
-        if new and not self._partial:
-            self._shuffle(self._queue)
+        if new and not self._partial and self._rng is not None:
+            self._rng.shuffle(self._queue)
             self._sort()
         self._sources += new
         self._partial |= {source: _Partial(set()) for source in new}

@@ -305,7 +305,7 @@ class DataFetcher:
             failed[source] = str(error) or "no answer in time"
             return failed[source]
 
-        plan = Fetch(missing, holders, awaited=urgent or self.streamed[identity] > 0)
+        plan = Fetch(missing, holders, urgent or self.streamed[identity] > 0, random.Random())
         if not urgent:
             self._plans[identity] = plan
         try:
