@@ -440,7 +440,7 @@ class Daemon:
         secrets = SecretHandlers(SecretVault(self._layout.secrets, identity), nodes)
         keep_s = settings.keep_days * DAY_S
         self._outputs = Delivery("output", journal, jobs, job_handlers.deliver, "brought home", keep_s)
-        cache_writer = CacheWriter(jobs, lookup, self._data)
+        cache_writer = CacheWriter(lookup, self._data)
         self._caches = Delivery("cache", journal, jobs, cache_writer.write_back, "written back", keep_s)
         local = settings.profile == "local"
         lease_s = LOCAL_LEASE_S if local else settings.lease_s

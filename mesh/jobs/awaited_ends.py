@@ -80,6 +80,12 @@ def stated_outcome(words: Words) -> Outcome | None:
     return None
 
 
+def one_stated(words: Words) -> Outcome | None:
+    """Return the outcome of a job that most of its witnesses state, or one of the few that are all that answer and may lie."""
+    ended = (known.record.outcome for known in words.records.values() if known.final)
+    return stated_outcome(words) or (next(filter(None, ended), None) if words.few else None)
+
+
 class AwaitedEnds:
     """Asks about few jobs at a time, and ever more rarely about those that are not over. `learned` is called with each end.
 

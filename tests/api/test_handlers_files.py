@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from mesh.api.file_stream import entries, packed
@@ -17,17 +18,19 @@ from mesh.api.handlers import files, submission
 from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
-from mesh.api.handlers.submission import AGAIN_MAX_S, DELIVERED_AT_ONCE, GIVEN_UP_AT, Delivery
+from mesh.api.handlers.submission import AGAIN_MAX_S, ASKED_MAX_S, DELIVERED_AT_ONCE, GIVEN_UP_AT, Delivery
 from mesh.api.requests import SubmitOrder
 from mesh.checkpoints.replicator import FetchError, Replicator
+from mesh.checkpoints.witness_group import Words
+from mesh.consensus.effects import WitnessRecord
 from mesh.journal import JournalError
-from mesh.model.record import Outcome
+from mesh.model.record import JobRecord, Outcome
 from mesh.model.spec import SpecError, check_spec, format_job
 from mesh.rpc import streams
 from mesh.util.backoff import Backoff
 from mesh.util.errors import ExitCode, MeshError
 from tests.ckptstore.worlds import open_store, save, write_tree
-from tests.consensus.worlds import make_spec
+from tests.consensus.worlds import A, B, C, make_spec, make_witness
 
 
 def names(top: Path) -> list[str]:
@@ -170,6 +173,11 @@ def ended(unix: float, manifest: bytes | None = b"m") -> Outcome:
     return Outcome("done", "exit 0", 0, manifest, (), int(unix * 1000))
 
 
+def record(outcome: Outcome | None) -> WitnessRecord:
+    final = outcome is not None
+    return msgspec.structs.replace(make_witness().witness_record, record=JobRecord(outcome=outcome), final=final)
+
+
 class Finished:
     """A job that is over, with one published file in this node's store, and what was done to bring it home."""
 
@@ -177,7 +185,11 @@ class Finished:
         write_tree(directory / "in", {"weights": b"w"})
         self.store = open_store(directory / "store")
         manifest = save(self.store, directory / "in", job=JOB, prefix="out").id
-        self.status: Any = SimpleNamespace(job=JOB, attempts=(), outcome=ended(NOW, manifest), runner=None, commit=None)
+        self.status: Any = SimpleNamespace(
+            job=JOB, attempts=(), witnesses=(), outcome=ended(NOW, manifest), runner=None, commit=None
+        )
+        self.stated: list[Outcome | None] | None = None  # by its witnesses; None: they confirm the status
+        self.few, self.lock = False, None
         self.problem: Exception | None = None
         self.told: list[tuple[str, str]] = []
         self.requests: list[tuple[bytes, str]] = []
@@ -187,18 +199,30 @@ class Finished:
         jobs: Any = SimpleNamespace(
             replicator=replicator,
             mesh_view=SimpleNamespace(adverts=dict),
-            keyring=SimpleNamespace(known=lambda realm: None),
+            keyring=SimpleNamespace(cipher=self._cipher),
             job_table={JOB: self.status, LATER: self.status},
+            vouching=SimpleNamespace(words=self._words),
             event_log=SimpleNamespace(add=lambda job, kind, reason, new: self.told.append((new, reason))),
         )
         self.lookup = JobLookup(b"me", nothing, nothing, self.store, jobs, nothing)
         self.lookup.find_job = lambda text: self.status  # type: ignore[method-assign]
-        handlers = JobHandlers(nothing, nothing, nothing, nothing, jobs, nothing, self.lookup)
+        self.lookup.spec_of = self._spec_of  # type: ignore[method-assign]
+        self.handlers = handlers = JobHandlers(nothing, nothing, nothing, nothing, jobs, nothing, self.lookup)
         journal: Any = SimpleNamespace(request_delivery=self._request, requested_deliveries=self._none)
         self.delivery = Delivery("output", journal, jobs, handlers.deliver, "brought home", KEEP_S)
 
     async def deliver(self, directory: Path) -> None:
-        await self.delivery._deliver(JOB, str(directory), self.status.outcome)
+        await self.delivery._deliver(JOB, str(directory))
+
+    async def _words(self, job: bytes) -> Words:
+        stated = [self.status.outcome] if self.stated is None else self.stated
+        return Words(dict(zip((A, B, C), map(record, stated), strict=False)), self.few)
+
+    async def _spec_of(self, status: object) -> Any:
+        return SimpleNamespace(lock=self.lock)
+
+    async def _cipher(self, *asked: object) -> None:
+        return None
 
     async def _fetch(self, manifest: bytes, sources: list[bytes]) -> None:
         if self.problem is not None:
@@ -225,6 +249,95 @@ async def test_files_that_cannot_be_written_are_a_usage_error(finished: Finished
             outcome = finished.status.outcome
             await finished.lookup.restore(finished.status, outcome.manifest, outcome.holders, "out", target)
         assert caught.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("stated", [[], [None, None, None], ["status", None, None]])
+async def test_status_alone_delivers_nothing(
+    finished: Finished, tmp_path: Path, stated: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any member can publish one, also of an end so long ago that no node keeps the files."""
+    monkeypatch.setattr(submission.time, "time", lambda: NOW + 2 * KEEP_S)
+    true = finished.status.outcome
+    finished.stated = [true if one else None for one in stated]
+    await finished.delivery.want(JOB, str(tmp_path / "home"))
+    for _ in range(2 * GIVEN_UP_AT):
+        await finished.deliver(tmp_path / "home")
+    assert not (tmp_path / "home").exists() and finished.requests == [(JOB, str(tmp_path / "home"))]
+    assert [new for new, _ in finished.told] == ["not brought home yet"]
+    [row] = finished.delivery.rows()
+    assert "most of the job's witnesses" in row.problem and not row.over
+    asked, now = finished.delivery._asked, time.monotonic()
+    assert not asked.is_due(JOB, now + ASKED_MAX_S - 60) and asked.is_due(JOB, now + ASKED_MAX_S)
+    assert not finished.delivery._again.failures(JOB), "a rumour does not put off what comes after it"
+    finished.stated = [true, true, None]
+    finished.status.outcome = ended(NOW, b"made up by a member")
+    await finished.deliver(tmp_path / "home")
+    assert (tmp_path / "home" / "weights").read_bytes() == b"w" and finished.delivery.rows() == []
+
+
+@pytest.mark.parametrize("few", [False, True])
+async def test_pull_takes_what_witnesses_state(finished: Finished, tmp_path: Path, few: bool) -> None:
+    """One of a few that are left is enough for a person who asks; none is not."""
+    true, finished.status.outcome = finished.status.outcome, ended(NOW, b"made up by a member")
+    for stated in ([], [None], [None, None, true] if not few else [None, None]):
+        finished.stated, finished.few = stated, few
+        with pytest.raises(MeshError, match="that can be asked name no results"):
+            await finished.handlers.pull("job", str(tmp_path / "new"))
+    finished.stated = [None, None, true] if few else [true, None, true]
+    await finished.handlers.pull("job", str(tmp_path / "new"))
+    assert (tmp_path / "new" / "weights").read_bytes() == b"w"
+
+
+async def test_files_of_a_finished_job_are_those_that_witnesses_state(finished: Finished) -> None:
+    """Python's results come so, and are unpickled."""
+    true, finished.status.outcome = finished.status.outcome, ended(NOW, b"made up by a member")
+    nothing: Any = None
+    reader = files.FileHandlers(nothing, nothing, finished.lookup)
+    finished.stated = [None, None, true]
+    with pytest.raises(MeshError, match="that can be asked name no results"):
+        await reader._from_store(finished.status, "out")
+    finished.stated = [true, None, true]
+    pieces = [piece async for piece in await reader._from_store(finished.status, "out")]
+    assert b"weights" in b"".join(pieces)
+
+
+async def test_files_of_a_running_job_come_from_the_node_that_witnesses_name() -> None:
+    asked, peers = list[bytes](), list[bytes]()
+
+    async def read_by_runner(job: bytes, node: bytes) -> object:
+        asked.append(node)
+        return "spec" if node == A else None
+
+    @asynccontextmanager
+    async def stream(node: bytes, *request: object) -> AsyncIterator[Any]:
+        peers.append(node)
+        yield SimpleNamespace(content=SimpleNamespace(readany=nothing))
+
+    async def nothing() -> bytes:
+        return b""
+
+    def lookup(runner: bytes) -> Any:
+        status = SimpleNamespace(job=JOB, runner=runner, outcome=None)
+        return SimpleNamespace(me=B, find_job=lambda text: status, check_owner=lambda status: None)
+
+    jobs: Any = SimpleNamespace(vouching=SimpleNamespace(read_by_runner=read_by_runner))
+    peer: Any = SimpleNamespace(stream=stream)
+    with pytest.raises(MeshError, match="do not say that it runs there"):
+        await files.FileHandlers(jobs, peer, lookup(C)).copy("job", "out")
+    assert [piece async for piece in await files.FileHandlers(jobs, peer, lookup(A)).copy("job", "out")] == []
+    assert asked == [C, A] and peers == [A]
+
+
+async def test_files_without_the_key_of_their_job_are_refused(finished: Finished, tmp_path: Path) -> None:
+    """A member can have a status name a manifest that it has signed; only who ran the job has the key."""
+    outcome = finished.status.outcome
+    finished.lock = SimpleNamespace(realm=b"r" * 8)
+    with pytest.raises(MeshError, match="no files of this job"):
+        await finished.lookup.restore(finished.status, outcome.manifest, (), "out", tmp_path / "new")
+    finished.lock, finished.status.job = None, LATER
+    with pytest.raises(MeshError, match="no files of this job"):
+        await finished.lookup.restore(finished.status, outcome.manifest, (), "out", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 async def test_delivery_gives_up_a_directory_that_cannot_be_written(finished: Finished, tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from mesh.api.handlers.lookup import JobLookup
 from mesh.data.library import DataLibrary
 from mesh.data.manifest import DataError, FetchFailed
 from mesh.jobs.attempt import saved_as
-from mesh.jobs.awaited_ends import stated_outcome
-from mesh.jobs.service import JobService
 from mesh.model.record import Outcome
 from mesh.model.spec import format_job
 from mesh.util.byte_text import amount
@@ -19,24 +17,17 @@ from mesh.util.text import plural
 class CacheWriter:
     """Only a node of the user can sign a version, and the one that submitted the job does."""
 
-    def __init__(self, jobs: JobService, lookup: JobLookup, library: DataLibrary) -> None:
-        self._jobs, self._lookup, self._library = jobs, lookup, library
+    def __init__(self, lookup: JobLookup, library: DataLibrary) -> None:
+        self._lookup, self._library = lookup, library
 
     async def write_back(self, job: bytes, names: str, outcome: Outcome) -> str:
-        """Write back the job's caches, separated by commas; return in words what was added. MeshError: try again.
-
-        Programs of later jobs trust a cache. So what most of the job's witnesses state counts, and not `outcome`: any member can
-        publish a status.
-        """
+        """Write back the job's caches, separated by commas; return in words what was added. MeshError: try again."""
         status = self._lookup.find_job(format_job(job))
-        stated = stated_outcome(await self._jobs.vouching.words(job))
-        if stated is None:
-            raise MeshError("most of the job's witnesses cannot be asked how it ended")
-        manifest, words = stated.manifest, list[str]()
-        if stated.kind != "done" or manifest is None:
+        manifest, words = outcome.manifest, list[str]()
+        if outcome.kind != "done" or manifest is None:
             return ""
         for name in names.split(","):
-            restore = partial(self._lookup.restore, status, manifest, stated.holders, saved_as(name))
+            restore = partial(self._lookup.restore, status, manifest, outcome.holders, saved_as(name))
             try:
                 grown = await self._library.write_back(name, restore)
             except (FetchFailed, DataError, StoreError, OSError) as error:

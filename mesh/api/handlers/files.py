@@ -36,6 +36,9 @@ class FileHandlers:
         if status.runner is not None and status.outcome is None:
             if status.runner == self._lookup.me:
                 return self.running_files(status.job, path)
+            # Programs trust these files, and any member can publish that it runs the job.
+            if await self._jobs.vouching.read_by_runner(status.job, status.runner) is None:
+                raise MeshError("most of the job's witnesses do not say that it runs there: try again in a moment")
             return self._from_runner(status, path)
         return await self._from_store(status, path)
 
@@ -74,12 +77,11 @@ class FileHandlers:
         """Return files of a job that does not run: of its last checkpoint, or published ones."""
         place, _, rest = _normal(path).partition("/")
         outcome, commit = status.outcome, status.commit
-        kept = {
-            "out": outcome and (outcome.manifest, outcome.holders),
-            "ckpt": commit and (commit.manifest, commit.holders),
-        }
-        manifest, holders = kept.get(place) or (None, ())
-        if manifest is None:
+        if place == "out" and outcome is not None and outcome.manifest is not None:
+            manifest, holders = await self._lookup.results(status)
+        elif place == "ckpt" and commit is not None:
+            manifest, holders = commit.manifest, commit.holders
+        else:
             name = format_job(status.job)[:8]
             raise MeshError(
                 f"job {name} does not run: of it there is ckpt/ (its last checkpoint) and out/ (what it published)"

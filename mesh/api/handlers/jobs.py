@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from ckptstore.store import RestoreReport
 from membership.envelope import seal
 from membership.identity import Identity, NodeId, format_id
 from membership.node import MembershipNode
@@ -182,21 +183,21 @@ class JobHandlers:
     async def pull(self, text: str, destination: str) -> schemas.jobs.Pulled:
         """Write a finished job's published files to a new directory of this machine."""
         status = self._lookup.find_job(text)
-        if status.outcome is None or status.outcome.manifest is None:
-            raise MeshError(
-                f"job {format_job(status.job)[:8]} is {status.state}: it has no results to pull yet", ExitCode.NOT_FOUND
-            )
-        target = Path(destination)
-        await require_free(target)
-        report = await self._lookup.restore(status, status.outcome.manifest, status.outcome.holders, "out", target)
-        return copy_as(schemas.jobs.Pulled, report, job=format_job(status.job), destination=str(target))
+        manifest, holders = await self._lookup.results(status)
+        report = await self._pull(status, manifest, holders, Path(destination))
+        return copy_as(schemas.jobs.Pulled, report, job=format_job(status.job), destination=destination)
 
     async def deliver(self, job: bytes, directory: str, outcome: Outcome) -> str:
         """Write a finished job's published files to a directory that the job was submitted with; return what there is now."""
         if not outcome.manifest:
             return ""
-        answer = await self.pull(format_job(job), directory)
-        return f"{answer.files} files in {directory}"
+        status = self._lookup.find_job(format_job(job))
+        report = await self._pull(status, outcome.manifest, outcome.holders, Path(directory))
+        return f"{report.files} files in {directory}"
+
+    async def _pull(self, status: JobStatus, manifest: bytes, holders: tuple[bytes, ...], new: Path) -> RestoreReport:
+        await require_free(new)
+        return await self._lookup.restore(status, manifest, holders, "out", new)
 
     async def cancel(self, text: str) -> schemas.jobs.AllCancelled:
         found = self._lookup.find_jobs(text)

@@ -22,6 +22,7 @@ from mesh.checkpoints.keys import NoKey
 from mesh.checkpoints.replicator import FetchError
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.status import JobStatus
+from mesh.jobs.awaited_ends import one_stated
 from mesh.jobs.service import JobService
 from mesh.journal import Journal
 from mesh.model.events import Event
@@ -272,6 +273,19 @@ class JobLookup:
 
     # --- its files
 
+    async def results(self, status: JobStatus) -> tuple[bytes, tuple[bytes, ...]]:
+        """Return the manifest of what a finished job has published, with its holders; MeshError if its witnesses name none.
+
+        Programs trust it (Python's results are unpickled), and any member can publish a status.
+        """
+        name = format_job(status.job)[:8]
+        if status.outcome is None or status.outcome.manifest is None:
+            raise MeshError(f"job {name} is {status.state}: it has no results to pull yet", ExitCode.NOT_FOUND)
+        outcome = one_stated(await self._jobs.vouching.words(status.job))
+        if outcome is None or outcome.manifest is None:
+            raise MeshError(f"the witnesses of job {name} that can be asked name no results: try again in a moment")
+        return outcome.manifest, outcome.holders
+
     async def fetch(self, status: JobStatus, manifest: bytes, holders: tuple[bytes, ...]) -> StateCipher | None:
         """Bring a checkpoint or result of the job into this node's store, and return its key (None if not encrypted)."""
         ran = [attempt.node for attempt in status.attempts]
@@ -306,14 +320,15 @@ class JobLookup:
             raise MeshError(f"the files could not be written to {target}: {why}", code) from error
 
     async def cipher_of(self, status: JobStatus, manifest: bytes) -> StateCipher | None:
-        """Return the key to a manifest in this node's store; None if it is not encrypted."""
+        """Return the key to a manifest in this node's store; None if its job is not encrypted.
+
+        MeshError if the manifest is not of this job, with this job's key: any member can publish a status that names another.
+        """
         try:
-            realm = (await asyncio.to_thread(self._store.manifest, manifest)).realm
-            keyring = self._jobs.keyring
-            known = keyring.known(realm)
-            if known is not None or not realm:
-                return known
-            return await keyring.cipher(status.job, await self.spec_of(status), status.witnesses)
+            kept, spec = await asyncio.to_thread(self._store.manifest, manifest), await self.spec_of(status)
+            if (kept.job, kept.realm) != (status.job, b"" if spec.lock is None else spec.lock.realm):
+                raise MeshError("what the job's status names are no files of this job")
+            return await self._jobs.keyring.cipher(status.job, spec, status.witnesses)
         except (NoKey, StoreError) as error:
             raise MeshError(str(error)) from error
 

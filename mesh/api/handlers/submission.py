@@ -29,6 +29,7 @@ from mesh.checkpoints.key_shares import seal_shares
 from mesh.checkpoints.replica_policy import NEED_MIB
 from mesh.consensus.proposer import WANT_WITNESSES
 from mesh.execution.control_files import read_file
+from mesh.jobs.awaited_ends import stated_outcome
 from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.jobs.workdir import ALWAYS_IGNORED, collect_files
@@ -67,6 +68,7 @@ SUBMITTED_AT_ONCE = 32  # jobs of one array
 LOOK_S = 1.0
 DELIVERED_AT_ONCE = 4  # own choice
 AGAIN_S, AGAIN_MAX_S = 2.0, 2 * 3600.0  # after a failed delivery of a job (own choice)
+ASKED_MAX_S = 300.0  # after the job's witnesses have stated no end: any member can publish one (own choice)
 TOLD_AT = 5  # failed deliveries until they are reported: half a minute, in which a new daemon finds the holders
 GIVEN_UP_AT = 12  # failed deliveries of files that nodes need not keep any more: an hour (own choice)
 MOST_LOST = 100  # deliveries given up that are remembered for `mesh wait` (own choice)
@@ -88,6 +90,9 @@ class Delivery:
 
     `bring` takes a job, the target and the outcome, and returns what it has done in words, empty if nothing; `done` is the event
     of that. Nodes keep the files for `keep_s` after the job's end.
+
+    A status that says that a job is over only hints at that, since any member can publish one. What most of the job's witnesses
+    state counts.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Delivery:
         self._journal, self._jobs, self._bring, self._keep_s = journal, jobs, bring, keep_s
         self._wanted: dict[bytes, str] = {}
         self._again = Backoff[bytes](AGAIN_S, AGAIN_MAX_S)
+        self._asked = Backoff[bytes](AGAIN_S, ASKED_MAX_S)  # without an answer
         self._delivering: dict[bytes, asyncio.Task[None]] = {}
         self._problems: dict[bytes, str] = {}
         self._lost: dict[bytes, schemas.jobs.Delivery] = {}  # the last ones that were given up
@@ -145,21 +151,29 @@ class Delivery:
                 task.result()  # the journal may be unable to write
         found = [(job, self._jobs.job_table.get(job)) for job in self._wanted if job not in self._delivering]
         ended = {job: status.outcome for job, status in found if status is not None and status.outcome is not None}
-        due = [job for job in ended if self._again.is_due(job, time.monotonic())]
-        due.sort(key=lambda job: (self._again.failures(job), -ended[job].ended_unix_ms))
+        now = time.monotonic()
+        due = [job for job in ended if self._again.is_due(job, now) and self._asked.is_due(job, now)]
+        due.sort(
+            key=lambda job: (self._again.failures(job) + self._asked.failures(job), -ended[job].ended_unix_ms),
+        )
         for job in due[: DELIVERED_AT_ONCE - len(self._delivering)]:
-            work = self._deliver(job, self._wanted[job], ended[job])
+            work = self._deliver(job, self._wanted[job])
             self._delivering[job] = asyncio.create_task(work, name=f"deliver {self.kind} of {format_job(job)[:8]}")
 
-    async def _deliver(self, job: bytes, target: str, outcome: Outcome) -> None:
-        event_log = self._jobs.event_log
+    async def _deliver(self, job: bytes, target: str) -> None:
+        event_log, outcome = self._jobs.event_log, None
         try:
+            outcome = stated_outcome(await self._jobs.vouching.words(job))
+            if outcome is None:
+                raise MeshError("most of the job's witnesses do not say how it ended, or cannot be asked")
             if words := await self._bring(job, target, outcome):
                 event_log.add(job, "state", words, new=self._done)
         except Exception as error:  # an error of one delivery must not end the daemon
-            failed, words = self._again.failed(job, time.monotonic()), str(error)
+            rests, words = self._asked if outcome is None else self._again, str(error)
+            failed = rests.failed(job, time.monotonic())
             given_up = isinstance(error, MeshError) and error.code == ExitCode.USAGE
-            if failed >= GIVEN_UP_AT and time.time() - outcome.ended_unix_ms / 1000 > self._keep_s:
+            ago_s = 0.0 if outcome is None else time.time() - outcome.ended_unix_ms / 1000
+            if failed >= GIVEN_UP_AT and ago_s > self._keep_s:
                 given_up = True
                 words = f"{words}; nodes keep files for {self._keep_s / 86_400:g} days after a job's end"
             self._problems[job] = words
@@ -172,6 +186,7 @@ class Delivery:
             self._lost = dict([*self._lost.items(), (job, self._row(job, target, True))][-MOST_LOST:])
         self._wanted.pop(job, None)
         self._again.forget(job)
+        self._asked.forget(job)
         self._problems.pop(job, None)
         await self._journal.request_delivery(self.kind, job, "")
 
