@@ -7,6 +7,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
@@ -82,7 +83,7 @@ class DataDirectory:
 
     def remember(self, identity: bytes, sealed: bytes, manifest: DataManifest) -> None:
         while len(self.known) >= MAX_KNOWN:
-            spare = next((one for one in self.known if not self._keeps(one)), None)
+            spare = self._spare(manifest.user_key)
             if spare is None:
                 break
             del self.known[spare], self._sealed[spare]
@@ -91,6 +92,15 @@ class DataDirectory:
         newest = self._newest.get(manifest.key)
         if newest is None or (self.known[newest].number, newest) < (manifest.number, identity):
             self._newest[manifest.key] = identity
+
+    def _spare(self, coming: bytes) -> bytes | None:
+        """Return the manifest to forget for one of a user: the first of who then has most of those that need not be kept.
+
+        So a member that signs many costs no other user one.
+        """
+        spare = {one: manifest.user_key for one, manifest in self.known.items() if not self._keeps(one)}
+        count = Counter([coming, *spare.values()])
+        return max(spare, key=lambda one: count[spare[one]], default=None)
 
     def claims(self) -> Iterator[tuple[NodeId, Held]]:
         """Yield what the other nodes that are there announce to have."""

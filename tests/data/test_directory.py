@@ -204,13 +204,27 @@ async def test_manifests_in_memory_are_bounded_and_what_is_here_stays(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory_module, "MAX_KNOWN", 3)
-    here = mesh.made(BOB, name="here")
+    here = mesh.made(EVE, name="here")
     mesh.directory.remember(*here)
     mesh.kept.add(here[0])
     for number in range(5):
         mesh.directory.remember(*mesh.made(EVE, name=f"flood{number}"))
     assert len(mesh.directory.known) == 3 and here[0] in mesh.directory.known
     assert len(mesh.directory.newest()) == 3
+
+
+async def test_manifests_of_one_member_displace_those_of_no_other(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten cache would begin anew, and a forgotten removal bring a data set back."""
+    monkeypatch.setattr(directory_module, "MAX_KNOWN", 5)
+    others = [mesh.made(ADA), mesh.made(BOB, name="gone", root=None), mesh.made(BOB)]
+    for one in others:
+        mesh.directory.remember(*one)
+    flood = [mesh.made(EVE, name=f"flood{number}") for number in range(9)]
+    for one in flood:
+        mesh.directory.remember(*one)
+    assert list(mesh.directory.known) == [one[0] for one in (*others, *flood[-2:])]
+    for one in others:
+        assert mesh.directory.newest_of(one[2].key) == one[0]
 
 
 async def test_one_look_asks_for_a_bounded_number_of_manifests(mesh: Mesh) -> None:
