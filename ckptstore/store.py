@@ -29,6 +29,7 @@ from ckptstore.errors import (
 )
 from ckptstore.manifest import (
     FORMAT_VERSION,
+    MAX_FILES,
     Kind,
     Manifest,
     Seal,
@@ -244,15 +245,19 @@ class Store(ObjectStore):
         prefix: str = "",
         cipher: StateCipher | None = None,
         limit_bytes: int | None = None,
+        most: int = MAX_FILES,
     ) -> RestoreReport:
         """Write the files below `prefix` to `destination`, which must not exist or be empty: all of them, verified, or none.
 
-        TooLarge, before anything is written, if they take more than `limit_bytes`; holes count, and a block for each.
+        TooLarge, before anything is written, if they are more than `most`, or take more than `limit_bytes`; holes count, and a
+        block for each.
         """
         manifest = self.manifest(identity)
         cut = prefix + "/" if prefix else ""
         entries = [entry for entry in manifest.open(cipher).files if entry.path.startswith(cut)]
         report = RestoreReport(files=len(entries), bytes=sum(entry.size for entry in entries))
+        if len(entries) > most:
+            raise TooLarge(f"they are {len(entries)} files and directories, and at most {most} are taken")
         if limit_bytes is not None and report.disk_bytes > limit_bytes:
             raise TooLarge(
                 f"its files take {report.disk_bytes} bytes (holes count), and there is room for {limit_bytes}"

@@ -107,6 +107,12 @@ class OwnCopy(NamedTuple):
     limit_bytes: int
 
 
+class Cache(NamedTuple):
+    """What a new version of a cache is made from: the newest one, even if that says that the cache is removed."""
+
+    before: bytes | None
+
+
 class DataLibrary:
     """The data sets of one node.
 
@@ -266,6 +272,7 @@ class DataLibrary:
                 place.mkdir(mode=0o700)
                 await restore(place / "added")
                 found = await self.directory.resolve(name)
+                before = self._own_newest(name)
                 if found is None:
                     (place / name).mkdir()
                 elif not found[1].cache:
@@ -279,7 +286,7 @@ class DataLibrary:
                     )
                 grown = await asyncio.to_thread(merge, place / "added", place / name)
                 if grown.files:
-                    await self._add(Work("add", name), name, place / name, (), False, False, cache=True)
+                    await self._add(Work("add", name), name, place / name, (), False, False, Cache(before))
                 return grown
             finally:
                 await asyncio.to_thread(trees.remove, place)
@@ -292,7 +299,7 @@ class DataLibrary:
         readers: tuple[Reader, ...],
         everybody: bool,
         rehash: bool,
-        cache: bool = False,
+        cache: Cache | None = None,
     ) -> None:
         from ckptstore.dataset_adder import Added, Adder, Progress  # late: it needs zstd
 
@@ -312,7 +319,9 @@ class DataLibrary:
             work.at("is signed")
             if cipher is not None and cipher.key != (await asyncio.to_thread(self.keys.for_version, name, keys)).key:
                 raise DataError("a node that could have its key was revoked meanwhile: add it again, with another key")
-            sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes, cipher, cache)
+            if cache is not None and self._own_newest(name) != cache.before:
+                raise DataError("another node has added to it meanwhile, or it was removed")
+            sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes, cipher, cache is not None)
             identity = data_id(sealed)
             manifest = self.directory.opened(identity, sealed)
             await asyncio.to_thread(self.holdings.pin, identity, True)  # first: a crash must not leave it unpinned
@@ -340,7 +349,7 @@ class DataLibrary:
         cache: bool = False,
     ) -> bytes:
         own, now = self._membership.credentials, time.time()
-        before = self.directory.newest_of((own.user_key, name))
+        before = self._own_newest(name)
         number = int(now * 1000)
         if before is not None:
             number = max(number, self.directory.known[before].number + 1)
@@ -361,6 +370,9 @@ class DataLibrary:
             cache,
         )
         return seal(self._identity, self._trust.mesh_id, KIND, encode_manifest(manifest))
+
+    def _own_newest(self, name: str) -> bytes | None:
+        return self.directory.newest_of((self._membership.credentials.user_key, name))
 
     def _arrived(self, identity: bytes, sealed: bytes, manifest: DataManifest) -> None:
         self.directory.remember(identity, sealed, manifest)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from mesh.api.handlers.caches import CacheWriter
-from mesh.data.cache_files import Grown
+from mesh.data.cache_files import MAX_ENTRIES, Grown
 from mesh.data.manifest import FetchFailed
 from mesh.model.record import Outcome
 from mesh.util.errors import MeshError
@@ -20,16 +20,26 @@ DONE = Outcome("done", "exit 0", 0, b"result", (A,), 1)
 
 
 class World:
-    """A node that submitted a job. `restored`: manifest and prefix of what was taken over, by the name of the cache."""
+    """A node that submitted a job. `restored`: manifest and prefix of what was taken over, by the name of the cache.
+
+    `fetched`: manifests that were here before other adds had to wait for them.
+    """
 
     def __init__(self) -> None:
         self.restored: dict[str, tuple[bytes, str]] = {}
+        self.fetched: list[bytes] = []
         self.problem: Exception | None = None
-        lookup: Any = SimpleNamespace(find_job=lambda text: "status", restore=self._restore)
+        lookup: Any = SimpleNamespace(find_job=lambda text: "status", fetch=self._fetch, restore=self._restore)
         library: Any = SimpleNamespace(write_back=self._write_back)
         self.writer = CacheWriter(lookup, library)
 
-    async def _restore(self, status: object, manifest: bytes, holders: object, prefix: str, new: Path) -> None:
+    async def _fetch(self, status: object, manifest: bytes, holders: object) -> None:
+        self.fetched.append(manifest)
+
+    async def _restore(
+        self, status: object, manifest: bytes, holders: object, prefix: str, new: Path, *, part: int, most: int
+    ) -> None:
+        assert manifest in self.fetched and part == 2 and most == MAX_ENTRIES
         self.restored[new.name] = (manifest, prefix)
 
     async def _write_back(self, name: str, restore: Callable[[Path], Awaitable[None]]) -> Grown:

@@ -15,6 +15,7 @@ import pytest
 
 from mesh.api.file_stream import entries, packed
 from mesh.api.handlers import files, submission
+from mesh.api.handlers import lookup as lookup_module
 from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
@@ -338,6 +339,21 @@ async def test_files_without_the_key_of_their_job_are_refused(finished: Finished
     with pytest.raises(MeshError, match="no files of this job"):
         await finished.lookup.restore(finished.status, outcome.manifest, (), "out", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+async def test_files_of_a_cache_take_a_part_of_the_free_disk(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lender writes the result, and nobody asked for all of it."""
+    status, outcome, here = finished.status, finished.status.outcome, tmp_path / "here"
+    monkeypatch.setattr(lookup_module, "free_bytes", lambda target: 2 * (4096 + 1) - 1)
+    with pytest.raises(MeshError, match="there is room for 4096"):
+        await finished.lookup.restore(status, outcome.manifest, (), "out", here, part=2)
+    with pytest.raises(MeshError, match="at most 0 are taken"):
+        await finished.lookup.restore(status, outcome.manifest, (), "out", here, most=0)
+    assert not here.exists()
+    await finished.lookup.restore(status, outcome.manifest, (), "out", here)
+    assert (here / "weights").read_bytes() == b"w"
 
 
 async def test_delivery_gives_up_a_directory_that_cannot_be_written(finished: Finished, tmp_path: Path) -> None:

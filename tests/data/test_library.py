@@ -24,7 +24,7 @@ from membership.identity import Identity
 from mesh.data import fetcher, space
 from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.holdings import left_in_the_clear
-from mesh.data.library import Brought, Check, DataLibrary, OwnCopy, _finished
+from mesh.data.library import Brought, Cache, Check, DataLibrary, OwnCopy, _finished
 from mesh.data.manifest import DataError, DataManifest, FetchFailed, Reader, encode_manifest, statement
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
@@ -578,9 +578,9 @@ async def test_write_back_that_fails_leaves_nothing(
         place.mkdir()
         (place / "added").write_text("added")
 
-    async def add(work: object, name: str, path: Path, *rest: object, cache: bool) -> None:
+    async def add(work: object, name: str, path: Path, *rest: object) -> None:
         seen.extend(sorted(one.name for one in path.iterdir()))
-        assert cache
+        assert rest[-1] == Cache(SET)
         raise OSError("the disk is full")
 
     monkeypatch.setattr(library.directory, "resolve", resolve)
@@ -611,6 +611,36 @@ async def test_write_back_keeps_to_the_quota(
     with pytest.raises(QuotaExceeded, match="data_quota_gib"):
         await library.write_back("filled", restore)
     assert not list((library.holdings.root / "trees").iterdir()) and not library.holdings.held
+
+
+@pytest.mark.parametrize("root", [None, Link(b"r" * 32, 100, 5, 1)])
+async def test_cache_that_has_changed_meanwhile_is_merged_anew(
+    library: DataLibrary, monkeypatch: pytest.MonkeyPatch, root: Link | None
+) -> None:
+    """Else the files that its owner removed would be back, or those that another node added would be gone."""
+    signed, _ = adding(library, monkeypatch)
+    library._membership = SimpleNamespace(credentials=SimpleNamespace(user_key=b"a" * 32))  # type: ignore[assignment]
+    other, real = DataManifest(1, "filled", "ada", b"a" * 32, b"", 7, 1, root, 105, cache=True), Adder.add
+
+    async def resolve(name: str) -> None:
+        return None
+
+    async def restore(place: Path) -> None:
+        place.mkdir()
+        (place / "file").write_bytes(b"new")
+
+    def overtaken(adder: Adder, path: Path) -> Any:
+        library.directory.remember(b"other", b"sealed", other)
+        return real(adder, path)
+
+    monkeypatch.setattr(library.directory, "resolve", resolve)
+    monkeypatch.setattr(library, "_announce", lambda: None)
+    monkeypatch.setattr(Adder, "add", overtaken)
+    with pytest.raises(DataError, match="added to it meanwhile, or it was removed"):
+        await library.write_back("filled", restore)
+    assert not signed and not library.holdings.held
+    monkeypatch.setattr(Adder, "add", real)
+    assert (await library.write_back("filled", restore)).files == 1 and len(signed) == 1
 
 
 async def test_version_that_a_revocation_overtakes_is_not_signed(

@@ -4,6 +4,7 @@ from functools import partial
 
 from ckptstore.errors import StoreError
 from mesh.api.handlers.lookup import JobLookup
+from mesh.data.cache_files import MAX_ENTRIES
 from mesh.data.library import DataLibrary
 from mesh.data.manifest import DataError, FetchFailed
 from mesh.jobs.attempt import saved_as
@@ -26,8 +27,11 @@ class CacheWriter:
         manifest, words = outcome.manifest, list[str]()
         if outcome.kind != "done" or manifest is None:
             return ""
+        await self._lookup.fetch(status, manifest, outcome.holders)  # now, since other adds wait for a write-back
         for name in names.split(","):
-            restore = partial(self._lookup.restore, status, manifest, outcome.holders, saved_as(name))
+            restore = partial(
+                self._lookup.restore, status, manifest, outcome.holders, saved_as(name), part=2, most=MAX_ENTRIES
+            )
             try:
                 grown = await self._library.write_back(name, restore)
             except (FetchFailed, DataError, StoreError, OSError) as error:

@@ -13,6 +13,7 @@ import msgspec
 
 from ckptstore.cipher import StateCipher
 from ckptstore.errors import ReadOnlyStore, StoreError
+from ckptstore.manifest import MAX_FILES
 from ckptstore.store import RestoreReport, Store
 from membership.events import MemberView
 from membership.identity import NodeId, format_id, short_id
@@ -298,18 +299,27 @@ class JobLookup:
         return await self.cipher_of(status, manifest)
 
     async def restore(
-        self, status: JobStatus, manifest: bytes, holders: tuple[bytes, ...], prefix: str, target: Path
+        self,
+        status: JobStatus,
+        manifest: bytes,
+        holders: tuple[bytes, ...],
+        prefix: str,
+        target: Path,
+        *,
+        part: int = 1,
+        most: int = MAX_FILES,
     ) -> RestoreReport:
         """Write the files of a checkpoint or result below `prefix` to a new directory; MeshError if that is impossible now.
 
-        Its code is that of wrong usage if `target` cannot be written.
+        Its code is that of wrong usage if `target` cannot be written. The files take at most one `part`-th of what is free on the
+        disk, and are at most so many.
         """
         fetch = partial(self.fetch, status, manifest, holders)
         cipher = await fetch()
 
         def write() -> RestoreReport:
-            room = free_bytes(target)
-            return self._store.restore(manifest, target, prefix=prefix, cipher=cipher, limit_bytes=room)
+            room = free_bytes(target) // part
+            return self._store.restore(manifest, target, prefix=prefix, cipher=cipher, limit_bytes=room, most=most)
 
         try:
             return await self._jobs.replicator.mended(manifest, fetch, write)
