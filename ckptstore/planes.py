@@ -1,7 +1,8 @@
 """Byte planes of chunks, and differences between chunks.
 
 `planes.c` does this where it has been compiled, Python about ten times slower elsewhere; a test compares the two. A wheel brings
-the library. From sources it is compiled once, at first use, beside this file or in the user's cache.
+the library. From sources it is compiled once, at first use, beside this file or in the user's cache; there it counts only if
+nobody else can write it.
 """
 
 import ctypes
@@ -88,21 +89,21 @@ def xor(one: Bytes, other: Bytes) -> Bytes:
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, made now if need be; None where that cannot be."""
     for place in (directory / FILE for directory in _directories()):
-        if place.exists() or _compiled(place):
+        if _is_usable(place) or (_compiled(place) and _is_usable(place)):
             with suppress(OSError):
                 return _declared(ctypes.CDLL(str(place)))
-    log.warning(
-        "saves of checkpoints are slow: there is no C compiler here for %s (`apt install gcc libc6-dev`)", SOURCE
-    )
+    log.warning("saves of checkpoints are slow: no C compiler here makes %s (`apt install gcc libc6-dev`)", SOURCE)
     return None
 
 
 def compile_into(place: Path, compiler: Sequence[str]) -> None:
     """Make the library; it appears only when it is complete. OSError or CalledProcessError if that fails."""
     place.parent.mkdir(parents=True, exist_ok=True)
+    place.parent.chmod(0o755)  # whatever the umask is; OSError if it is another user's
     with tempfile.TemporaryDirectory(dir=place.parent) as directory:
         made = Path(directory) / place.name
         subprocess.run([*compiler, *OPTIONS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
+        made.chmod(0o755)
         made.rename(place)
 
 
@@ -110,6 +111,16 @@ def _directories() -> Iterator[Path]:
     yield SOURCE.parent / "lib" / platform.machine()
     with suppress(RuntimeError):  # this user has no home
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesh" / "planes"
+
+
+def _is_usable(place: Path) -> bool:
+    """Tell whether a library is there that only this user and root can change, or who can change this file."""
+    try:
+        found = [place.lstat(), place.parent.lstat()]
+    except OSError:
+        return False
+    ours = all(one.st_uid in {0, os.geteuid()} and not one.st_mode & 0o022 for one in found)
+    return ours or place.is_relative_to(SOURCE.parent)
 
 
 def _compiled(place: Path) -> bool:

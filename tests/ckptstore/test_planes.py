@@ -137,6 +137,43 @@ def test_damaged_library_is_passed_over(places: list[Path]) -> None:
     assert (places[1] / planes.FILE).exists()
 
 
+@pytest.mark.cc
+def test_library_that_others_can_write_is_not_loaded(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared XDG_CACHE_HOME has the code of whoever came first."""
+    assert planes.library.__wrapped__() is not None
+    library = places[0] / planes.FILE
+    for path, mode in ((library, 0o775), (library, 0o757), (places[0], 0o775), (places[0], 0o1777)):
+        kept = path.stat().st_mode
+        path.chmod(mode)
+        assert not planes._is_usable(library)
+        path.chmod(kept)
+    assert planes._is_usable(library)
+    link = places[1].parent / "link"
+    link.symlink_to(library)
+    link.parent.chmod(0o700)
+    assert not planes._is_usable(link), "its target may be another one by now"
+    if os.geteuid() == 0:
+        os.chown(library, 1, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: library.stat().st_uid + 1)
+    assert not planes._is_usable(library)
+    monkeypatch.setattr(planes, "SOURCE", places[0] / "planes.c")
+    assert planes._is_usable(library)
+
+
+@pytest.mark.cc
+def test_library_is_made_again_where_others_could_write_it(places: list[Path]) -> None:
+    places[0].mkdir(parents=True)
+    places[0].chmod(0o777)
+    (places[0] / planes.FILE).write_bytes(b"code of another user")
+    before = os.umask(0)
+    try:
+        assert planes.library.__wrapped__() is not None
+    finally:
+        os.umask(before)
+    assert planes._is_usable(places[0] / planes.FILE) and not places[1].exists()
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_without_a_compiler_python_does_it_and_the_log_says_so(
     places: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, broken: bool
