@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -102,7 +102,7 @@ Bundled = tuple[int, bytes, int, Times, int]  # a file in a bundle: its director
 
 class Adder:
     """Adds one directory or file, encrypted with `cipher` if there is one. `report` is called now and then, in the adder's
-    thread, and may raise Stopped.
+    thread, and may raise Stopped. A directory with all files of these `private` names is refused at any depth.
     """
 
     def __init__(
@@ -111,8 +111,10 @@ class Adder:
         report: Report = lambda progress: None,
         rehash: bool = False,
         cipher: StateCipher | None = None,
+        private: Collection[str] = (),
     ) -> None:
         self._store, self._report, self._rehash, self._cipher = store, report, rehash, cipher
+        self._private = {os.fsencode(name) for name in private}
         self._sources = Sources(store.root / "sources.sqlite")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dataset")
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="dataset packs")
@@ -177,6 +179,10 @@ class Adder:
             names = sorted(os.fsencode(name) for name in os.listdir(descriptor))  # noqa: PTH208
             if len(names) > MOST_NAMES:
                 raise TooLarge(f"{os.fsdecode(path)} holds more than {MOST_NAMES} files: use directories in it")
+            if self._private and self._private.issubset(names):
+                raise BadPath(
+                    f"{os.fsdecode(path)} is private, with its {' and '.join(map(os.fsdecode, sorted(self._private)))}"
+                )
             check_path(parts, max(names, key=len, default=b""))
             inner: list[tuple[bytes, int]] = []
             for start in range(0, max(1, len(names)), SLICE):

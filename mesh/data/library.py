@@ -19,7 +19,7 @@ from ckptstore.dataset import Link
 from ckptstore.dataset_store import batches
 from ckptstore.errors import Stopped, StoreError
 from membership.envelope import seal
-from membership.identity import Identity, NodeId
+from membership.identity import STATE_FILES, Identity, NodeId
 from membership.node import MembershipNode
 from membership.trust import TrustStore
 from mesh.data.cache_files import MAX_ENTRIES, Grown, merge
@@ -233,16 +233,19 @@ class DataLibrary:
         return work
 
     def add(self, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool) -> Work:
-        """Add a directory or file as the newest version of one of this user's data sets. DataError.
+        """Add a directory or file as the newest version of one of this user's data sets. DataError, at the latest when the state
+        directory of a node is found in it.
 
         It is encrypted unless it is for everybody.
         """
         check_name(name)
-        state = self.holdings.root.resolve().parent
-        if state.is_relative_to(path.resolve()):
+        state, real = self.holdings.root.resolve().parent, path.resolve()
+        if state.is_relative_to(real):
             raise DataError(
                 f"{path} holds {state}, the state of this node with its key: name the directory with the data"
             )
+        if any(all((above / file).exists() for file in STATE_FILES) for above in (real, *real.parents)):
+            raise DataError(f"{path} is in the state directory of a node: name the directory with the data")
         source = (path, readers, everybody, rehash)
         going = self.works.get(("add", name))
         if going is not None and not going.task.done() and going.source != source:
@@ -311,7 +314,7 @@ class DataLibrary:
                 check()
                 work.at(f"{progress.files} files, {amount(progress.bytes)}, {amount(progress.read)} of that read")
 
-            return Adder(self.holdings.store, tell, rehash, cipher).add(path)
+            return Adder(self.holdings.store, tell, rehash, cipher, () if cache is not None else STATE_FILES).add(path)
 
         begun = time.monotonic()
         with self.holdings.store.working():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptstore.errors import BadPath
 from ckptstore.manifest import check_link
+from membership.identity import STATE_FILES
 from mesh.util.errors import ExitCode, MeshError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 LIMIT_BYTES = 1 << 30  # what a person may send by accident; `mesh data` is for more
 LIMIT_FILES = 50_000
 ALWAYS_IGNORED = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache")
-STATE_FILES = {"node.key", "genesis"}  # what shows the state directory of a node
 IGNORE_FILES = (".gitignore", ".meshignore")  # a rule with ! in the second takes back one of the first
 
 

@@ -119,7 +119,7 @@ async def test_daemon_that_stops_ends_an_add(
 ) -> None:
     work = Endless()
     add = lambda tell: SimpleNamespace(add=lambda path: work.run(lambda: tell(Progress(0, 0, 0))))  # noqa: E731
-    monkeypatch.setattr(dataset_adder, "Adder", lambda store, tell, rehash, cipher: add(tell))
+    monkeypatch.setattr(dataset_adder, "Adder", lambda store, tell, rehash, cipher, private: add(tell))
     library.add("pictures", tmp_path / "source", (), True, False)
     assert await asyncio.to_thread(work.begun.wait, 60)
     await library.close()
@@ -133,6 +133,27 @@ async def test_directory_with_the_key_of_the_node_is_not_added(library: DataLibr
         with pytest.raises(DataError, match="the state of this node with its key"):
             library.add("home", path, (), True, False)
     assert not library.works
+
+
+async def test_state_of_no_node_is_added(library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have several, and a home directory copies of some."""
+    signed, _ = adding(library, monkeypatch)
+    state = tmp_path / "home" / "backup" / "node"
+    state.mkdir(parents=True)
+    (state / "genesis").touch()
+    (state / "data").mkdir()
+    work = library.add("one", tmp_path / "home", (), True, False)
+    await asyncio.wait([work.task])
+    assert len(signed) == 1 and not work.problem, "only both files show it"
+    (state / "node.key").touch()
+    for path in (state, state / "node.key", state / "data"):
+        with pytest.raises(DataError, match="in the state directory of a node"):
+            library.add("other", path, (), True, False)
+    for name in ("one", "other"):
+        work = library.add(name, tmp_path / "home", (), True, False)
+        await asyncio.wait([work.task])
+        assert f"{state} is private" in work.problem
+    assert len(signed) == 1
 
 
 async def test_data_set_is_pinned_before_it_is_there(
