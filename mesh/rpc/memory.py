@@ -1,8 +1,9 @@
 """Memory for requests that are being answered: who gets it, and who loses it again.
 
-It is bounded for each peer and for all. The free part goes to the peer that holds least. While a request waits for longer than
-WINDOW_S, the slowest one of the peers that hold more ends: that which moved least, in that time, for what its peer holds. So
-peers that drip keep nobody out, and while nobody waits, a slow stream goes on.
+It is bounded for each peer and for all. The free part goes to the peer that holds least; of those that hold the same, to the one
+that has got something longest ago, so that a peer with many requests costs another the wait for one. While a request waits for
+longer than WINDOW_S, the slowest one of the peers that hold more ends: that which moved least, in that time, for what its peer
+holds. So peers that drip keep nobody out, and while nobody waits, a slow stream goes on.
 """
 
 import asyncio
@@ -63,6 +64,8 @@ class Memory:
         self._per_peer, self._total = per_peer, total
         self._bytes: Counter[NodeId] = Counter()
         self._requests: Counter[NodeId] = Counter()
+        self._turns: Counter[NodeId] = Counter()  # which of all grants was a peer's last, while it has requests
+        self._grants = 0
         self._waiting: list[Held] = []
         self._held: list[Held] = []
         self._window: asyncio.TimerHandle | None = None  # runs while a request waits
@@ -89,6 +92,8 @@ class Memory:
             else:
                 self._waiting.remove(held)
             self._requests[peer] -= 1
+            if not self._requests[peer]:
+                del self._turns[peer]
             self._requests += Counter()  # drops zeros
             self._bytes += Counter()
             self._share()
@@ -96,7 +101,9 @@ class Memory:
     def _share(self) -> None:
         """Grant what is free to the peers that hold least, and watch what is held while others wait."""
         while fitting := [one for one in self._waiting if self._fits(one)]:
-            held = min(fitting, key=lambda one: self._bytes[one.peer])
+            held = min(fitting, key=lambda one: (self._bytes[one.peer], self._turns[one.peer]))
+            self._grants += 1
+            self._turns[held.peer] = self._grants
             self._waiting.remove(held)
             self._held.append(held)
             self._bytes[held.peer] += held.size

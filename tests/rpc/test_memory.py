@@ -175,6 +175,26 @@ async def test_free_place_goes_to_the_member_that_holds_least(world: World) -> N
     assert world.taker.began[PLACES] == MEMBERS[2].node_id
 
 
+async def test_members_with_many_requests_cost_another_the_wait_for_one() -> None:
+    held, order, release = Memory(1, 2), list[bytes](), asyncio.Semaphore(0)
+
+    async def hold(peer: bytes) -> None:
+        async with held.hold(peer, 1):
+            order.append(peer)
+            await release.acquire()
+
+    tasks = [asyncio.create_task(hold(peer)) for peer in (b"a", b"b") * 4]
+    await until(lambda: len(held._waiting) == 6)
+    tasks += [asyncio.create_task(hold(b"c")) for _ in range(2)]
+    await until(lambda: len(held._waiting) == 8)
+    for done in range(len(tasks)):
+        await until(lambda done=done: len(order) == min(len(tasks), done + 2))  # type: ignore[misc]
+        release.release()
+    await asyncio.gather(*tasks)
+    assert order[:2] == [b"a", b"b"] and order[2] == b"c" and order[2:8].count(b"c") == 2
+    assert not held._turns and not held._requests
+
+
 async def test_request_that_this_node_works_for_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The body has come: what takes so long is this node's disk."""
     monkeypatch.setattr(memory, "WINDOW_S", 0.1)

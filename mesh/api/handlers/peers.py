@@ -63,7 +63,9 @@ PEER_BYTES = COPIES * MAX_MANIFEST_BYTES  # for the requests of one peer; all pe
 
 # At a time; others wait. A node sends one for each of its jobs (own choice).
 UPLOADS, UPLOADS_PER_PEER = 16, 4
-MANIFESTS = 2  # decoded at a time, one of a member: they take a thread, and a processor for up to seconds (own choice)
+# Decoded at a time, one of a member: they take a thread, and a processor for up to seconds (own choice). As many blobs are
+# compared with their hashes: one of 100 GiB takes minutes at its first use, and manifests do not wait for that.
+MANIFESTS = 2
 UPLOAD_BYTES = MAX_STORED + 4 * READ_BYTES  # a chunk that is not complete, and what is read ahead
 
 log = logging.getLogger(__name__)
@@ -103,7 +105,7 @@ class PeerHandlers:
         self._counters = self._refusals.counters
         self._secrets_calls = TokenBuckets(SECRETS_CALLS_PER_S)
         self._uploads = Memory(UPLOADS_PER_PEER * UPLOAD_BYTES, UPLOADS * UPLOAD_BYTES)
-        self._manifests = Memory(1, MANIFESTS)
+        self._manifests, self._blobs = Memory(1, MANIFESTS), Memory(1, MANIFESTS)
 
     def application(self) -> web.Application:
         """Return the application. A route without a bound streams its body, its answer or both."""
@@ -243,9 +245,9 @@ class PeerHandlers:
             raise web.HTTPConflict(text=str(error)) from error
         return web.Response()
 
-    async def _in_turn(self, sender: NodeId, work: Callable[[], T]) -> T:
-        """Work on a member's manifest or list of chunks, or compare a blob with its hash, in a thread, in its turn."""
-        async with self._manifests.hold(sender, 1) as held:
+    async def _in_turn(self, sender: NodeId, work: Callable[[], T], turns: Memory | None = None) -> T:
+        """Work on a member's manifest or list of chunks, in a thread, in its turn, or in one of these `turns`."""
+        async with (turns or self._manifests).hold(sender, 1) as held:
             held.waits = False
             working = asyncio.create_task(asyncio.to_thread(work), name="work on a manifest")
             try:
@@ -417,7 +419,7 @@ class PeerHandlers:
         credentials, body = await self._admit(request)
         try:
             digest, numbers = _hash(request), decode_pieces(body)
-            pieces = await self._in_turn(credentials.node_id, lambda: self._library.given(digest, numbers))
+            pieces = await self._in_turn(credentials.node_id, lambda: self._library.given(digest, numbers), self._blobs)
             return (await given(request, self._wire, pieces, "image", credentials.node_id)).response
         except NotGiven as error:
             raise web.HTTPNotFound(text=str(error)) from error
@@ -460,7 +462,7 @@ class PeerHandlers:
         """Give pieces of a package, to a member who knows its hash."""
         credentials, body = await self._admit(request)
         digest, numbers = id_in(request, "hash", 32), self._read(decode_pieces, body)
-        pieces = await self._in_turn(credentials.node_id, lambda: self._packages.given(digest, numbers))
+        pieces = await self._in_turn(credentials.node_id, lambda: self._packages.given(digest, numbers), self._blobs)
         if pieces is None:
             raise web.HTTPNotFound(text="this node does not give that package, or does not have it")
         return (await given(request, self._wire, pieces, "package", credentials.node_id)).response
