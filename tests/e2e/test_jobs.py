@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,20 @@ def test_job_runs_where_its_user_wants_it(shared: Stack) -> None:
     assert unknown.returncode != 0 and "nowhere" in unknown.stderr
     never = mesh(user, "run", "--no-workdir", "--on", other.nick, "--not-on", other.nick, "--", "true")
     assert never.returncode != 0 and "--not-on" in never.stderr, never.stderr
+
+
+def test_job_of_a_revoked_machine_runs_on_until_its_user_cancels_it(
+    make_stack: Callable[..., Stack], tmp_path: Path
+) -> None:
+    """A lost laptop must not cost its user the work; a stolen one's jobs end by an order of the same user."""
+    founder, host, lost = make_stack(3).nodes
+    job = submit_endless(lost, tmp_path / "end", "--on", host.nick)
+    running_with_checkpoint(founder, job)
+    ok(founder, "member", "revoke", "--yes", lost.nick)
+    gone = lambda: lost.nick not in {row["nick"] for row in read(host, "nodes")["nodes"] if row["state"] == "alive"}  # noqa: E731
+    until(gone, "its host to hear of the revocation")
+    step = job_state(host, job)["step"] or 0
+    until(lambda: (job_state(founder, job)["step"] or 0) > step, "the job to go on")
+    assert job_state(founder, job)["state"] == "running"
+    ok(founder, "cancel", job)
+    assert finished(founder, job)["outcome"]["kind"] == "cancelled"
