@@ -128,8 +128,8 @@ def test_work_is_charged_to_the_device_of_its_stream(make_bench: Callable[..., B
     assert first == pytest.approx(first_had, abs=0.01) and first_had < 0.002
 
 
-def test_green_context_that_ends_leaves_nothing_in_flight(make_bench: Callable[..., Bench]) -> None:
-    """Its streams need not be used with its context as the thread's own."""
+def test_green_contexts_that_end_leave_nothing_in_flight(make_bench: Callable[..., Bench]) -> None:
+    """Their streams need not be used with their contexts as the thread's own."""
     machine = make_bench()
     job = machine.job()
 
@@ -138,16 +138,16 @@ def test_green_context_that_ends_leaves_nothing_in_flight(make_bench: Callable[.
         whole, part, rest = ((ctypes.c_ubyte * 144)() for _ in range(3))
         driver.cuDeviceGetDevResource(0, whole, 1)
         driver.cuDevSmResourceSplitByCount(part, ctypes.byref(ctypes.c_uint(1)), whole, rest, 0, 64)
-        green = driver.out("cuGreenCtxCreate", driver.out("cuDevResourceGenerateDesc", part, 1), 0, 1)
-        stream, kernel = driver.out("cuGreenCtxStreamCreate", green, NON_BLOCKING, 0), driver.kernel("k_10ms")
-        for _ in range(5):
-            driver.launch(kernel, stream)
-        driver.cuGreenCtxDestroy(green)
+        kernel = driver.kernel("k_100us")
+        for _ in range(20):  # the reaper may see the end of some before they end
+            green = driver.out("cuGreenCtxCreate", driver.out("cuDevResourceGenerateDesc", part, 1), 0, 1)
+            driver.launch(kernel, driver.out("cuGreenCtxStreamCreate", green, NON_BLOCKING, 0))
+            driver.cuGreenCtxDestroy(green)
         driver.launch(kernel)
         driver.cuCtxSynchronize()
-        return sum(slot.under_way[0] for slot in job.pages.job.table)
+        return sum(slot.under_way[0] for slot in job.pages.job.table) != 0
 
-    assert machine.run(job, work) == 0 and job.usage()[0].launches == 6
+    assert machine.run(job, work) == 0 and job.usage()[0].launches == 21
 
 
 def test_reaper_marks_each_device_in_its_own_context(make_bench: Callable[..., Bench]) -> None:
