@@ -145,7 +145,7 @@ def test_green_contexts_that_end_leave_nothing_in_flight(make_bench: Callable[..
             driver.cuGreenCtxDestroy(green)
         driver.launch(kernel)
         driver.cuCtxSynchronize()
-        return sum(slot.under_way[0] for slot in job.pages.job.table) != 0
+        return int(sum(slot.under_way[0] for slot in job.pages.job.table) != 0)
 
     assert machine.run(job, work) == 0 and job.usage()[0].launches == 21
 
