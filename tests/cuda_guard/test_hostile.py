@@ -12,11 +12,13 @@ import pytest
 
 from cuda_guard import guard
 from cuda_guard.build import COMPILE, NATIVE, Libraries, find_compiler
-from cuda_guard.page import SLOTS, JobPage
+from cuda_guard.page import DEVICES, LAYOUT, SLOTS, JobPage
 from mesh.gpus.receipts import DeviceUse, Tally
 from tests.cuda_guard.guests import CONTEXT, MIB, Bench, bench, sweep
 from tests.fake.build import Fakes
 from tests.fake.client import Driver
+
+STUB_LIBRARY = 34  # CUDA_ERROR_STUB_LIBRARY
 
 pytestmark = pytest.mark.cc
 
@@ -76,6 +78,28 @@ def test_page_flooded_with_locks_is_not_read(make_bench: Callable[..., Bench], m
         slot.pid = 1
     del slot
     assert job.charges() == {} and job.lock_flooded
+
+
+@pytest.mark.parametrize(
+    ("page", "field", "value"),
+    [
+        ("policy", "magic", 0),
+        ("policy", "layout", LAYOUT + 1),
+        ("policy", "devices", DEVICES + 1),
+        ("policy", "driver", b"libcuda.so.1"),
+        ("job", "magic", 0),
+        ("job", "layout", LAYOUT + 1),
+        ("job", "slots", SLOTS + 1),
+    ],
+)
+def test_program_computes_with_no_pages_of_another_layout(
+    make_bench: Callable[..., Bench], page: str, field: str, value: object
+) -> None:
+    machine = make_bench()
+    job = machine.job()
+    setattr(getattr(job.pages, page), field, value)
+    assert machine.run(job, lambda driver: driver.code("cuInit", 0)) == STUB_LIBRARY
+    assert machine.world.calls("cuInit") == 0
 
 
 def test_reported_usage_is_clamped(make_bench: Callable[..., Bench]) -> None:

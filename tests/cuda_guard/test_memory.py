@@ -159,6 +159,22 @@ def test_graph_allocations_count(make_bench: Callable[..., Bench]) -> None:
     machine.run(job, work)
 
 
+def test_graph_that_fails_to_launch_keeps_no_memory(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> int:
+        driver.start()
+        node = AllocNode(props=PoolProps(type=1, location=(DEVICE, 0)), size=256 * MIB)
+        graph = driver.out("cuGraphCreate", 0)
+        driver.out("cuGraphAddMemAllocNode", graph, None, 0, ctypes.byref(node))
+        code = driver.code("cuGraphLaunch", driver.out("cuGraphInstantiateWithFlags", graph, 0), 0)
+        assert job.pages.memory_used(0) == machine.world.memory(os.getpid())
+        return code
+
+    assert machine.run(job, work, fail="cuGraphLaunch:1=700") == 700
+
+
 class AllocNode(ctypes.Structure):
     """CUDA_MEM_ALLOC_NODE_PARAMS."""
 

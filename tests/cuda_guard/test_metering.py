@@ -128,6 +128,49 @@ def test_work_is_charged_to_the_device_of_its_stream(make_bench: Callable[..., B
     assert first == pytest.approx(first_had, abs=0.01) and first_had < 0.002
 
 
+def test_work_is_charged_to_the_device_of_a_context_that_comes_and_goes(make_bench: Callable[..., Bench]) -> None:
+    def work(driver: Driver) -> None:
+        second, _ = driver.start(1), driver.start(0)
+        kernel = learn(driver)
+
+        def some() -> None:
+            """Let the thread launch without a look at its context, then take device time."""
+            for times in (1, 1, 1, 1000):
+                launch(driver, kernel, times)
+
+        for _ in range(20):
+            some()
+            driver.cuCtxPushCurrent_v2(second)
+            some()
+            driver.cuCtxPopCurrent_v2(None)
+            launch(driver, kernel, 1000)
+        for context in (driver.start(0), second):
+            driver.cuCtxSetCurrent(context)
+            driver.cuCtxSynchronize()
+
+    (first, first_had), (second, second_had) = charged(make_bench(devices=2), work)
+    assert first == pytest.approx(first_had, rel=0.1) and first_had == pytest.approx(0.2, rel=0.1)
+    assert second == pytest.approx(second_had, rel=0.1) and second_had == pytest.approx(0.1, rel=0.1)
+
+
+def test_capture_that_does_not_begin_leaves_none(make_bench: Callable[..., Bench]) -> None:
+    """Beside a capture the guard asks about events in another mode, and looks at each launch."""
+    machine = make_bench()
+
+    def work(driver: Driver) -> int:
+        driver.start()
+        stream, graph = driver.out("cuStreamCreate", NON_BLOCKING), ctypes.c_uint64()
+        driver.cuStreamBeginCapture_v2(stream, RELAXED)
+        assert driver.code("cuStreamBeginCapture_v2", stream, RELAXED) != 0
+        driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        driver.launch(driver.kernel("k_1ms"))
+        asked = machine.world.calls("cuThreadExchangeStreamCaptureMode")
+        driver.cuCtxSynchronize()
+        return machine.world.calls("cuThreadExchangeStreamCaptureMode") - asked
+
+    assert machine.run(machine.job(), work) == 0
+
+
 def test_green_contexts_that_end_leave_nothing_in_flight(make_bench: Callable[..., Bench]) -> None:
     """Their streams need not be used with their contexts as the thread's own."""
     machine = make_bench()

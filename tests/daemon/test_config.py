@@ -66,6 +66,7 @@ def test_no_word_stands_for_an_unset_number(word: str) -> None:
         ("lend = true\n\nslots = 99999", "config.toml, line 3: slots must be 0 to 1024"),
         ("# slots\nslot = 1", "config.toml, line 2: there is no setting 'slot': did you mean 'slots'?"),
         ("join = 'desk'", 'line 1: join is a list of texts, as \\["a", "b"\\], not'),
+        ("port = 65536", "line 1: port must be 0 to 65535, not 65536"),
         ("max_cpus = 'all'", "line 1: max_cpus is a number, not 'all'"),
         ("[data]\nx = 7", "line 1: data is a table of texts, as"),
         ("= =", "config.toml"),

@@ -48,6 +48,16 @@ async def test_pages_are_removed_with_daemon(driver: Path, tmp_path: Path) -> No
     assert second.released and not (tmp_path / "pages").exists()
 
 
+async def test_gate_that_the_kill_switch_shut_is_opened_by_no_other_hand(driver: Path, tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        tenant = watched.guard.admit(launch(SHARE), own_root=False)
+        assert tenant is not None
+        watched.guard.shut_gates()
+        tenant.set_gate(True, "the owner pauses it", by="owner")
+        tenant.set_gate(False, "the owner resumes it", by="owner")
+        assert tenant.gate_closed
+
+
 async def test_container_mounts_are_read_only_except_use(driver: Path, tmp_path: Path) -> None:
     async with Watched(tmp_path / "pages", (GPU,)) as watched:
         tenant = watched.guard.admit(launch(SHARE), own_root=True)
@@ -69,6 +79,8 @@ async def test_missing_compiler_disables_shares(driver: Path, tmp_path: Path, mo
         assert watched.told == ["GPUs cannot be shared: no C compiler"]
         with pytest.raises(EngineError, match="no C compiler"):
             watched.guard.admit(launch(SHARE), own_root=False)
+        with pytest.raises(EngineError, match="no C compiler"):
+            watched.guard.admit(launch(WHOLE, SHARE), own_root=False)
         assert watched.guard.admit(launch(WHOLE), own_root=False) is None
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from mesh.execution.engine import EngineError
 from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.process.sandbox import Sandbox
 from mesh.gpus.guarded_engine import GuardedEngine
+from mesh.gpus.tenant import Tenant
 from mesh.util.boottime import boot_s
 from placement.advert import Portion
 from tests.apptainer import apptainer_engine, unpacked
@@ -124,7 +125,7 @@ async def test_share_can_be_changed_while_running(lab: Lab) -> None:
     assert use.uuid == lab.uuid and 512 * MIB <= use.memory <= 1024 * MIB and use.processes == 1
     with pytest.raises(ValueError, match="already"):
         tenant.change((lab.portion(vram_mib=100),), 90)
-    assert tenant.portions == (lab.portion(),)
+    assert tenant.portions == (lab.portion(),) and tenant.guarded.memory_limit(0) == 1024 * MIB
     async with asyncio.timeout(WAIT_S):
         while not tenant.usage()[0].refused or not tenant.usage()[0].gpu_s:
             await asyncio.sleep(0.02)
@@ -259,6 +260,16 @@ async def test_failed_start_leaves_no_tenant(lab: Lab) -> None:
     with pytest.raises(EngineError):
         await lab.start("no-such-command", gpus=(lab.portion(),))
     assert lab.watched.guard.tenants == [] and os.listdir(lab.root.parent / "pages") == []  # noqa: PTH208
+
+
+async def test_start_without_room_leaves_no_tenant(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_room(tenant: Tenant, wanted: Callable[[], bool]) -> None:
+        raise EngineError("GPU memory lent to other jobs was not returned in time")
+
+    monkeypatch.setattr(lab.watched.guard, "make_room", no_room)
+    with pytest.raises(EngineError, match="not returned"):
+        await lab.start("true", gpus=(lab.portion(),))
+    assert lab.watched.guard.tenants == []
 
 
 LOOK = """
