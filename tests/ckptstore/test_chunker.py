@@ -87,6 +87,8 @@ def test_compressed_entries_are_not_tensors() -> None:
         {"a": {"dtype": "F32", "shape": [], "data_offsets": [-5, BIG]}},
         {"a": {"dtype": "F32", "shape": [], "data_offsets": [BIG, 0]}},
         {"a": {"dtype": "F32", "data_offsets": [0, BIG]}, "b": {"dtype": "F32", "data_offsets": [9, BIG]}},
+        {"a": {"dtype": "F32", "data_offsets": [0, 2 * BIG + 1]}},
+        {"a": {"dtype": "F32", "data_offsets": [0, BIG]}, "b": {"dtype": "F32", "data_offsets": [BIG - 1, 2 * BIG]}},
         {"a": {"dtype": "F32"}},
         {"a": 7},
         [],

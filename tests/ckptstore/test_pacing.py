@@ -55,6 +55,14 @@ def test_background_stream_keeps_the_floor_on_a_busy_network() -> None:
     assert rates == sorted(rates) and rates[-1] == 1e12, "the limit finally disappears"
 
 
+def test_background_stream_slows_down_once_per_round_trip() -> None:
+    """An earlier reduction shows its effect only then."""
+    pace, slow = Background(), Rtt(1.0, 0.001)
+    rates = [pace.tick(tick * TICK_S, tick * 10**8, slow, None) for tick in range(10)]
+    assert rates[0] is None and rates[1] == rates[2] == rates[3] == rates[4]
+    assert rates[4] is not None and rates[5] is not None and rates[5] < rates[4]
+
+
 SAMPLES = st.lists(
     st.tuples(st.floats(0.001, 2), st.integers(0, 10**8), st.none() | st.builds(Rtt, st.floats(0, 1), st.floats(0, 1))),
     max_size=50,

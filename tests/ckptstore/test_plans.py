@@ -144,6 +144,16 @@ def test_source_with_an_incomplete_answer_is_dropped() -> None:
     assert A in fetch.dropped
 
 
+def test_chunk_of_a_dropped_source_is_not_asked_of_a_third_while_another_sends_it() -> None:
+    fetch = Fetch({b"1": 1, b"2": 1, b"3": 100, b"4": 100}, [A, B, C])
+    assert fetch.start(0.0) == [Request(A, (b"1", b"2")), Request(B, (b"3",)), Request(C, (b"4",))]
+    assert fetch.arrived(B, [b"3"], 1.0) == [Request(B, (b"2",))], "A is slow"
+    assert fetch.arrived(C, [b"4"], 1.0) == [Request(C, (b"1",))]
+    assert fetch.failed(A, "it is gone", 1.0) == []
+    assert fetch.arrived(C, [b"1"], 1.01) == []
+    assert fetch.arrived(B, [b"2"], 1.01) == [FetchEnded("")]
+
+
 def play(sizes: dict[bytes, int], rates: dict[bytes, float]) -> tuple[float, int]:
     """Return the duration and the bytes sent with sources of these rates."""
     fetch, now, sent = Fetch(sizes, list(rates)), 0.0, 0

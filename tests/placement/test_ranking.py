@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from placement.advert import HORIZONS_S, HOUR, MAX_WEIGHT, Advert, Gpu
 from placement.allocation import all_free, reserve
-from placement.ranking import CROWD, STEEP, STICKY, rank_nodes
+from placement.ranking import CROWD, MAX_SHAPES, STEEP, STICKY, rank_nodes
 from placement.rendezvous import rank
 from placement.request import Request, expected_s
 from tests.placement.test_placement import JOB, NODES, advert
@@ -154,6 +154,10 @@ def test_settle_keeps_incumbent_unless_another_is_much_better() -> None:
     assert settle(20, 20 + STICKY) == NODES[1]
     assert settle(60, 1, prefer=NODES[1]) == NODES[1] == settle(60, 1, avoid=(NODES[0],))
     assert settle(20, 60, avoid=NODES[:2]) == NODES[1]
+    excluded = rank_nodes(request(), [advert(NODES[0], weight=60), advert(NODES[1], weight=60)])
+    for node, other in (NODES[:2], NODES[1::-1]):
+        found = excluded.settle(node, but=(node,))
+        assert found is not None and found.node == other
     assert rank_nodes(request(), []).settle(NODES[0]) is None
     only = rank_nodes(request(), [advert(NODES[1])]).settle(NODES[0])
     assert only is not None and only.node == NODES[1], "the first node can no longer take the job"
@@ -167,6 +171,20 @@ def test_no_node_gets_more_than_twice_mean_load(weights: list[int], jobs: int) -
         adverts[chosen] = reserve(adverts[chosen], request(job))
         taken = [ad.slots - ad.slots_free for ad in adverts.values()]
         assert max(taken) <= max(1, CROWD * (job + 1) // len(taken))
+
+
+def test_only_nodes_above_twice_the_mean_load_come_last() -> None:
+    busy = advert(NODES[0], weight=MAX_WEIGHT, slots=4, slots_free=2)
+    idle = [advert(node, weight=1, slots=4, slots_free=4) for node in NODES[1:3]]
+    assert order(request(), [busy, idle[0]]) == [busy.node, idle[0].node], "with one more job it has twice the mean"
+    assert order(request(), [busy, *idle])[2:] == [busy.node]
+
+
+def test_grades_in_an_advert_are_bounded() -> None:
+    machine = advert(NODES[0], gpus=(Gpu("G", "fake", 1000),), free_portions=all_free((Gpu("G", "fake", 1000),)))
+    for vram_mib in range(3 * MAX_SHAPES):
+        rank_nodes(request(gpus=1, vram_mib=vram_mib), [machine])
+        assert 1 <= len(machine.grades) <= MAX_SHAPES
 
 
 PROGRAM = """
