@@ -16,6 +16,7 @@ import pytest
 from mesh.api.file_stream import entries, packed
 from mesh.api.handlers import files, submission
 from mesh.api.handlers import lookup as lookup_module
+from mesh.api.handlers.checkpoints import CheckpointHandlers
 from mesh.api.handlers.jobs import JobHandlers
 from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
@@ -88,6 +89,39 @@ def test_stream_follows_no_link_put_in_place_while_listing(
     before_opening(monkeypatch, name, replace)
     found = names(ckpts)
     assert "ckpts" in found and not any("secret" in path or "owner" in path for path in found)
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret", "work/../../secret", "work/link", "work/near/x", "/etc/passwd", "no/file"]
+)
+async def test_path_out_of_the_directories_of_a_job_is_no_file(path: str, tmp_path: Path) -> None:
+    base = tmp_path / "attempt"
+    for name in (*files.PLACES, "workshop"):
+        (base / name).mkdir(parents=True)
+        (base / name / "x").touch()
+    (tmp_path / "secret").touch()
+    (base / "work" / "link").symlink_to(tmp_path / "secret")
+    (base / "work" / "near").symlink_to(base / "workshop")
+    (base / "work" / "saved").symlink_to(base / "ckpt")
+    nothing: Any = None
+    jobs: Any = SimpleNamespace(attempts={JOB: SimpleNamespace(base=base)})
+    handlers = files.FileHandlers(jobs, nothing, nothing)
+    assert b"".join([piece async for piece in handlers.running_files(JOB, "work/saved/x")])
+    with pytest.raises(MeshError, match="has no file") as refused:
+        handlers.running_files(JOB, path)
+    assert refused.value.code == ExitCode.NOT_FOUND
+
+
+async def test_files_of_a_job_are_for_its_user_only(tmp_path: Path) -> None:
+    nothing: Any = None
+    membership: Any = SimpleNamespace(credentials=SimpleNamespace(user="bob"))
+    lookup = JobLookup(b"me", membership, nothing, nothing, nothing, nothing)
+    status: Any = SimpleNamespace(job=JOB, user="ada", runner=b"me", outcome=None)
+    lookup.find_job = lambda text: status  # type: ignore[method-assign]
+    with pytest.raises(MeshError, match="ada's, not yours"):
+        await files.FileHandlers(nothing, nothing, lookup).copy("x", "work")
+    with pytest.raises(MeshError, match="ada's, not yours"):
+        await CheckpointHandlers(nothing, nothing, nothing, lookup).pull("x", None, str(tmp_path / "new"))
 
 
 class Dripping:

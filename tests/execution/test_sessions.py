@@ -6,10 +6,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mesh.execution.docker.session import DockerSession
 from mesh.execution.engine import Guest
 from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.session import Session, SessionError
@@ -306,3 +310,16 @@ async def until_true(ready: object) -> None:
     async with asyncio.timeout(WAIT_S):
         while not ready():
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(("head", "found"), [(os.getpid(), {os.getpid()}), (1 << 30, set())])
+async def test_process_outside_of_the_container_is_not_of_its_session(head: int, found: set[int]) -> None:
+    """The engine tells a process id, which another program of this machine may have by now."""
+
+    async def run(ask: Callable[[], object]) -> object:
+        return ask()
+
+    nothing: Any = None
+    api = SimpleNamespace(exec_inspect=lambda identity: {"Running": True, "Pid": os.getpid()})
+    session = DockerSession(run, api, "x", head, False, nothing, nothing)
+    assert found <= await session.pids() and bool(await session.pids()) == bool(found)
