@@ -1,15 +1,18 @@
 """The edge against a real kernel: what is cut, what passes, what is put back, and that nothing of anybody else's is touched."""
 
+import fcntl
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh.network import bpf
+from mesh.network.device import DeviceLock
 from mesh.network.edge import Edge
 from mesh.network.shaping import BULK, GUEST, HOST, URGENT
 from mesh.network.switch import GUESTS, MIGRATION, Switch
@@ -271,6 +274,24 @@ def test_next_start_repairs_killed_edge(wires: Wires, edges: Make, tmp_path: Pat
         assert not edge.state().guests and not (tmp_path / "run").exists()
         (after,) = out.say()
         assert out.heard(after) == [after], "the cut went with it"
+
+
+def test_lock_of_a_file_that_its_holder_has_just_removed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", really)
+        next(tmp_path.glob("*.lock")).unlink()
+        really(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    lock = DeviceLock(tmp_path, UP)
+    with pytest.raises(EdgeError, match="another daemon"):
+        DeviceLock(tmp_path, UP)
+    lock.release()
+    DeviceLock(tmp_path, UP).release()
 
 
 def test_two_edges_on_one_machine_are_independent(wires: Wires, edges: Make, tmp_path: Path) -> None:

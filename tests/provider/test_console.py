@@ -154,6 +154,32 @@ def test_guest_terminal_does_not_count(terminal: "tuple[int, int, str]") -> None
             guest.stdout.close()
 
 
+LOOK = """
+import fcntl, os, subprocess, sys, termios
+from mesh.provider.console import Console
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+console = Console()
+console.look("all", 100.0, 1000.0, [helper.pid])
+print(os.ttyname(0) in console._known)
+helper.communicate()
+"""
+
+
+def test_terminal_that_the_daemon_was_started_from_counts(terminal: "tuple[int, int, str]") -> None:
+    """Its helpers have it too."""
+    master, slave, _ = terminal
+    try:
+        looked = subprocess.run(
+            [sys.executable, "-c", LOOK], stdin=slave, capture_output=True, text=True, timeout=WAIT_S, check=True
+        )
+        assert looked.stdout == "True\n"
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
 class Processes:
     """A fake /proc with settable figures."""
 
