@@ -56,6 +56,25 @@ def test_nothing_is_lent_if_the_owners_last_order_cannot_be_read(tmp_path: Path)
     assert not Daemon._load_lending(node).paused
 
 
+def test_guests_see_neither_the_state_of_the_node_nor_sockets_of_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///srv/docker.sock")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/srv/run")
+    monkeypatch.setenv("HOME", "/home/ada")
+    node: Any = SimpleNamespace(_layout=Layout(tmp_path), _settings=Settings(process_sees=("/opt/data",)))
+    sandbox = Daemon._sandbox(node)
+    hidden = [
+        "/home/ada",
+        str(tmp_path),
+        f"/run/user/{os.getuid()}",
+        "/srv/run",
+        "/run/docker.sock",
+        "/srv/docker.sock",
+    ]
+    assert sandbox._hidden >= {Path(path).resolve() for path in hidden} and Path("/opt/data") in sandbox._sees
+
+
 @pytest.mark.parametrize(
     ("number", "place", "words"),
     [
