@@ -6,13 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from mesh.daemon.config import Settings
-from mesh.daemon.daemon import Daemon
 from mesh.daemon.layout import Layout
 from mesh.daemon.process import LogFormatter, _words
 from mesh.gpus.inventory import load_lending
@@ -44,35 +40,6 @@ def test_lend_option_of_a_start_holds_for_later_ones(overrides: str, lends: bool
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "belongs to no mesh" in ended.stderr
     assert load_lending(tmp_path / "lending.json", lends=False).lending is lends
-
-
-def test_nothing_is_lent_if_the_owners_last_order_cannot_be_read(tmp_path: Path) -> None:
-    path, problems = tmp_path / "lending.json", dict[str, str]()
-    path.write_text('{"lending": tr')
-    node: Any = SimpleNamespace(_layout=SimpleNamespace(lending=path), _settings=Settings(lend=True))
-    node.membership = SimpleNamespace(problems=problems)
-    assert Daemon._load_lending(node).paused and "nothing is lent" in problems["lending"]
-    path.write_text('{"lending": true}')
-    assert not Daemon._load_lending(node).paused
-
-
-def test_guests_see_neither_the_state_of_the_node_nor_sockets_of_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "unix:///srv/docker.sock")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/srv/run")
-    monkeypatch.setenv("HOME", "/home/ada")
-    node: Any = SimpleNamespace(_layout=Layout(tmp_path), _settings=Settings(process_sees=("/opt/data",)))
-    sandbox = Daemon._sandbox(node)
-    hidden = [
-        "/home/ada",
-        str(tmp_path),
-        f"/run/user/{os.getuid()}",
-        "/srv/run",
-        "/run/docker.sock",
-        "/srv/docker.sock",
-    ]
-    assert sandbox._hidden >= {Path(path).resolve() for path in hidden} and Path("/opt/data") in sandbox._sees
 
 
 @pytest.mark.parametrize(
