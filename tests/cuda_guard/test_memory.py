@@ -159,6 +159,20 @@ def test_graph_allocations_count(make_bench: Callable[..., Bench]) -> None:
     machine.run(job, work)
 
 
+def test_each_of_many_allocations_is_released(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=None)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        pointers = [driver.out("cuMemAlloc_v2", MIB) for _ in range(500)]
+        for left, pointer in enumerate(pointers[1::2] + pointers[::2], 1):
+            driver.cuMemFree_v2(pointer)
+            assert job.pages.memory_used(0) == CONTEXT + (500 - left) * MIB
+
+    machine.run(job, work)
+
+
 def test_graph_that_fails_to_launch_keeps_no_memory(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(memory=QUOTA)
