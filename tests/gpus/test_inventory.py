@@ -52,6 +52,8 @@ def test_owner_pause_beats_pending_removal() -> None:
     assert inventory.admit(request("one")) is not None
     inventory.presence = Presence()
     assert inventory.admit(request("one")) is None
+    inventory.draining = True
+    assert inventory.admit(request("one")) == "it is leaving the mesh" and not inventory.lends
 
 
 def test_unguarded_node_takes_whole_gpus_only() -> None:
