@@ -12,7 +12,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.execution.docker.checkpoint import IMAGES, MADE, Made, _copy, dump, made_of, reason, restore
+from mesh.execution.docker.checkpoint import IMAGES, MADE, Made, copy, dump, made_of, reason, restore
 from mesh.execution.docker.criu import (
     Facts,
     Probe,
@@ -43,6 +43,8 @@ def test_judge_accepts_capable_machine() -> None:
     found = judge(GOOD)
     assert found.platform == "x86_64 0a1b2c3d, Linux 6.18, Docker 20.10.24, CRIU 4.2" and found.problem == ""
     assert found.gpu_platform == "" and found.gpu_problem == "this machine has no NVIDIA GPU"
+    podman = changed(GOOD, engine="Podman", engine_version="28.1", runtime="runc")
+    assert judge(podman).platform.endswith("Podman 28.1, CRIU 4.2"), "what Docker 28 cannot do says nothing of Podman"
     assert (
         judge(GPU).gpu_platform == f"{found.platform}, driver 570.86.15, NVIDIA H200" and judge(GPU).gpu_problem == ""
     )
@@ -52,7 +54,10 @@ def test_judge_accepts_capable_machine() -> None:
     ("changes", "words"),
     [
         ({"allowed": False}, "its owner has not allowed them"),
-        ({"engine": "Podman"}, "they need Docker; its engine is Podman"),
+        ({"engine": "Lima"}, "they need Docker or Podman; its engine is Lima"),
+        ({"engine": ""}, "its engine is none"),
+        ({"engine": "Podman", "engine_version": "4.3.1"}, "not tried with Podman older than 5.8"),
+        ({"engine": "Podman", "engine_version": "5.8.6", "runtime": "crun"}, "runs containers by crun, not runc"),
         ({"engine_version": "28.5.2+dfsg4"}, "Docker 28 restores no container"),
         ({"root": False}, "its daemon is not root"),
         ({"experimental": False}, "not started as experimental"),
@@ -221,11 +226,11 @@ def test_restore_copies_regular_files_only(tmp_path: Path) -> None:
     (images / "link").symlink_to(secret)
     (images / "directory").mkdir()
     os.mkfifo(images / "pipe")
-    _copy(images, own)
+    copy(images, own)
     assert [path.name for path in own.iterdir()] == ["core-1.img"]
     (tmp_path / "elsewhere").symlink_to(images)
     with pytest.raises(OSError, match="is a link"):
-        _copy(tmp_path / "elsewhere", tmp_path / "more")
+        copy(tmp_path / "elsewhere", tmp_path / "more")
 
 
 def test_reason_comes_from_criu_log(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ processes into it, with that container's mounts, control groups and pipes. Docke
 they are copied there. CRIU trusts the images and runs as root: see docs/explanation/isolation.md.
 """
 
+import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +42,13 @@ def dump(container: Any, directory: Path, made: Made) -> None:
     """Save a container into the new `directory`. EngineError with CRIU's reason if that fails."""
     directory.mkdir(parents=True)
     order = {"CheckpointID": NAME, "CheckpointDir": str(directory), "Exit": False}
-    try:
-        _post(container, "checkpoints", json=order)
+    with explained("saved"):
+        post(container, "checkpoints", json=order)
         (directory / NAME).rename(directory / IMAGES)
-    except (docker.errors.APIError, requests.RequestException, OSError) as error:
-        raise EngineError(f"the container could not be saved: {reason(error)}") from error
+    describe(directory, made)
+
+
+def describe(directory: Path, made: Made) -> None:
     (directory / MADE).write_bytes(msgspec.json.encode(made))
 
 
@@ -61,15 +65,14 @@ def restore(container: Any, directory: Path, engine_root: Path) -> None:
     """Start a created container with the processes of a dump."""
     own = engine_root / "containers" / container.id / "checkpoints" / NAME
     try:
-        _copy(directory / IMAGES, own)
-        _post(container, "start", params={"checkpoint": NAME})
-    except (docker.errors.APIError, requests.RequestException, OSError) as error:
-        raise EngineError(f"the container could not be restored: {reason(error)}") from error
+        with explained("restored"):
+            copy(directory / IMAGES, own)
+            post(container, "start", params={"checkpoint": NAME})
     finally:
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _copy(images: Path, own: Path) -> None:
+def copy(images: Path, own: Path) -> None:
     """Copy regular files only and follow no links: CRIU reads them as root."""
     if images.is_symlink():
         raise OSError(f"{images.name} of this dump is a link")
@@ -79,27 +82,40 @@ def _copy(images: Path, own: Path) -> None:
             shutil.copyfile(entry.path, own / entry.name, follow_symlinks=False)
 
 
-def _post(container: Any, what: str, **options: Any) -> None:
+def post(container: Any, what: str, api_root: str = "", **options: Any) -> None:
+    """Make a call of the engine that may take long. `api_root`: of another API than Docker's."""
     api = container.client.api
-    answer = api.post(f"{api.base_url}/v{api.api_version}/containers/{container.id}/{what}", timeout=LONG_S, **options)
+    address = f"{api.base_url}/{api_root or f'v{api.api_version}'}/containers/{container.id}/{what}"
+    answer = api.post(address, timeout=LONG_S, **options)
     try:
         answer.raise_for_status()
     except requests.HTTPError as error:
         raise docker.errors.create_api_error_from_http_exception(error) from error
 
 
-def reason(error: Exception) -> str:
+@contextlib.contextmanager
+def explained(what: str, log: Path | None = None) -> Iterator[None]:
+    """Raise EngineError with the reason of a failure, from CRIU's `log` if the engine does not name it."""
+    try:
+        yield
+    except (docker.errors.APIError, requests.RequestException, OSError) as error:
+        raise EngineError(f"the container could not be {what}: {reason(error, log)}") from error
+
+
+def reason(error: Exception, log: Path | None = None) -> str:
     """Return the reason of a failure, from CRIU's log where it can be read."""
     if isinstance(error, requests.Timeout):
         return f"it takes longer than {LONG_S / 60:g} minutes"
     text = str(error.explanation) if isinstance(error, docker.errors.APIError) else str(error)
     named = re.search(r"(?:path=|log file:)\s*(/\S+?\.log)", text)
-    if named is not None:
+    log = Path(named[1]) if named is not None else log
+    if log is not None:
         try:
-            with Path(named[1]).open("rb") as file:
+            with log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
                 said = file.read().decode(errors="replace")
         except OSError:
-            return text.splitlines()[0]  # after a restore that failed, the engine has removed it
-        return f"{last_words(said)} (CRIU)"
+            return text.splitlines()[0]  # after a restore that failed, Docker has removed it
+        if said:
+            return f"{last_words(said)} (CRIU)"
     return text

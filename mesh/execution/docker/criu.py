@@ -1,8 +1,8 @@
 """Support for system checkpoints on this machine: CRIU, the kernel, the engine and the GPU driver.
 
 `Probe` collects facts; `judge` decides without I/O. Docker calls CRIU itself if it was started as experimental (its `checkpoint`
-came with 1.13 and is still experimental). The driver can suspend GPU memory since 570, and CRIU 4.0 has a plugin for it
-(cuda-checkpoint's README; criu, plugins/cuda/README.md).
+came with 1.13 and is still experimental); Podman always, through its OCI runtime, as root. The driver can suspend GPU memory
+since 570, and CRIU 4.0 has a plugin for it (cuda-checkpoint's README; criu, plugins/cuda/README.md).
 """
 
 import os
@@ -18,6 +18,8 @@ from placement.advert import MAX_LINE, SystemCheckpoints
 
 LEAST_CUDA, LEAST_DRIVER = (4, 0), (570, 0)
 CANNOT_RESTORE = (28,)  # 28.5 binds the network of a process that it has not restored yet (tried)
+LEAST_PODMAN = (5, 8)  # the oldest that was tried
+PODMAN_RUNTIME = "runc"  # the only one tried: crun needs a library (libcriu) that Debian does not have
 CHECK_S = 30.0  # timeout of `criu check`, which takes 0.1 s
 ERRORS_TOLD = 2
 PLUGIN = "cuda_plugin.so"
@@ -32,7 +34,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     `check`: the error of `criu check`, empty if it passes; `cpu`: architecture and features; `gpus`: models; `plugin` and
     `tool`: CRIU's CUDA plugin and the program that it runs are installed; `closes`: a program with an open TCP connection is
-    saved too, and finds the connection closed.
+    saved too, and finds the connection closed; `runtime`: the engine's OCI runtime.
     """
 
     allowed: bool = False
@@ -49,6 +51,7 @@ class Facts(msgspec.Struct, frozen=True):
     plugin: bool = False
     tool: bool = False
     closes: bool = False
+    runtime: str = ""
 
 
 def judge(facts: Facts) -> SystemCheckpoints:
@@ -68,14 +71,18 @@ def judge(facts: Facts) -> SystemCheckpoints:
 def _problem(facts: Facts) -> str:
     if not facts.allowed:
         return "its owner has not allowed them (system_checkpoints = true in config.toml)"
-    if facts.engine != "Docker":
-        return f"they need Docker; its engine is {facts.engine or 'none'}"
-    if version_of(facts.engine_version) >= CANNOT_RESTORE:
+    if facts.engine not in {"Docker", "Podman"}:
+        return f"they need Docker or Podman; its engine is {facts.engine or 'none'}"
+    if facts.engine == "Podman" and version_of(facts.engine_version) < LEAST_PODMAN:
+        return f"they were not tried with Podman older than {'.'.join(map(str, LEAST_PODMAN))}"
+    if facts.engine == "Podman" and facts.runtime != PODMAN_RUNTIME:
+        return f'its Podman runs containers by {facts.runtime}, not runc (runtime = "runc" in containers.conf)'
+    if facts.engine == "Docker" and version_of(facts.engine_version) >= CANNOT_RESTORE:
         return "Docker 28 restores no container that has a network of its own (containerd's issue 12141)"
     if not facts.root:
-        return "its daemon is not root, and Docker restores only from a directory of root's"
+        return "its daemon is not root, and engines restore only from a directory of root's"
     if not facts.experimental:
-        return 'its Docker engine was not started as experimental ("experimental": true in daemon.json)'
+        return 'its engine was not started as experimental ("experimental": true in daemon.json)'
     if not facts.criu:
         return "criu is not installed"
     if not version_of(facts.criu):
@@ -143,11 +150,19 @@ class Probe:
         self._asked: tuple[object, ...] | None = None
         self._found = SystemCheckpoints()
 
-    def look(self, engine: str, version: str, experimental: bool) -> SystemCheckpoints:
+    def look(self, engine: str, version: str, experimental: bool, runtime: str = "") -> SystemCheckpoints:
         path = shutil.which("criu")
-        asked = (engine, version, experimental, path, _read(RUNC_CONF), Path(path).stat().st_mtime_ns if path else 0)
+        asked = (
+            engine,
+            version,
+            experimental,
+            runtime,
+            path,
+            _read(RUNC_CONF),
+            Path(path).stat().st_mtime_ns if path else 0,
+        )
         if asked != self._asked:
-            facts = Facts(self._allowed, os.getuid() == 0, engine, version, experimental)
+            facts = Facts(self._allowed, os.getuid() == 0, engine, version, experimental, runtime=runtime)
             self._found, self._asked = judge(_look_at(facts, path)), asked
         return self._found
 

@@ -27,7 +27,7 @@ from docker.models.containers import ContainerCollection, _create_container_args
 
 from mesh.consensus.contract import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
 from mesh.execution.abandoned_starts import Starts
-from mesh.execution.docker import checkpoint, gpu_visibility
+from mesh.execution.docker import checkpoint, gpu_visibility, podman_checkpoint
 from mesh.execution.docker.bridges import Bridges
 from mesh.execution.docker.criu import Probe
 from mesh.execution.docker.hardening import (
@@ -51,7 +51,7 @@ from mesh.execution.guest_network import listen_in
 from mesh.execution.guest_registry import GuestEntry, boot_id
 from mesh.execution.killswitch import KillSwitch
 from mesh.execution.process.subtree import delegation, needs_linger
-from mesh.execution.session import Session
+from mesh.execution.session import Session, SessionError
 from mesh.network.edge import Edge
 from mesh.network.egress import EgressError, Firewall, Policy, tag_of
 from mesh.rpc.frames import Order
@@ -133,7 +133,8 @@ class DockerEngine:
             await self._call(self._client.ping)
             problem = self._problem or await self._call(self._egress_problem)
             traits = self._traits
-            self.system = await self._call(lambda: self._probe.look(traits.name, traits.version, traits.experimental))
+            asked = traits.name, traits.version, traits.experimental, traits.runtime
+            self.system = await self._call(lambda: self._probe.look(*asked))
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
             self._answers = False
             return Availability(ok=False, detail=f"no Docker engine answers ({why_silent(error)})")
@@ -162,7 +163,8 @@ class DockerEngine:
         if self._socket is None:
             self._socket = EngineSocket(path)
         if self._watchdog is None:
-            self._watchdog = await Watchdog.start(path, self._labels[LABEL_RUN], self._switch.register)
+            podman = self._traits.name == "Podman"
+            self._watchdog = await Watchdog.start(path, self._labels[LABEL_RUN], self._switch.register, podman)
         self._answers = True
 
     async def start(self, launch: Launch) -> Guest:
@@ -188,6 +190,9 @@ class DockerEngine:
                     entry = await self._call(lambda: self._begin(container, network, launch, key, entry))
                 else:
                     entry = await apart(lambda: self._begin(container, network, launch, key, entry), "restore")
+                    if self._traits.name == "Podman":  # the first output was of what was stopped for the restore
+                        output.close()
+                        output = await self._socket.attach(container.id)
             except BaseException:
                 output.close()
                 raise
@@ -297,6 +302,8 @@ class DockerEngine:
         try:
             if launch.dump is None:
                 container.start()
+            elif self._traits.name == "Podman":
+                podman_checkpoint.restore(container, Path(launch.dump))
             else:
                 checkpoint.restore(container, Path(launch.dump), Path(self._traits.root))
             container.reload()
@@ -409,6 +416,8 @@ class DockerGuest:
         return here.union(*sessions)
 
     async def open_session(self, order: Order) -> Session:
+        if await self.stands_still():
+            raise SessionError("the job may not run now: it waits for its lease, or is paused; try again")
         session = await open_docker_session(self._engine._call, self._container, self._socket.path, order)
         self._sessions.add(session)
         return session
@@ -438,7 +447,8 @@ class DockerGuest:
     async def _watch_gpus(self, pid: int, uuids: tuple[str, ...]) -> None:
         """End a container that loses a GPU; the node is at fault."""
         while True:
-            wrong = await gpu_visibility.look(self._socket, self._container.id, pid, uuids)
+            stands = await self.stands_still()  # the probe would only start when it is thawed
+            wrong = "" if stands else await gpu_visibility.look(self._socket, self._container.id, pid, uuids)
             if wrong and not self._exit.done():
                 log.warning("container %s: %s", self._container.short_id, wrong)
                 self._fault = wrong
@@ -547,7 +557,8 @@ class DockerGuest:
                 turn.enter_context(self._watchdog.freeze_lock.own(self._container.id, 2 * DOUBT_S))
             except TimeoutError as error:
                 raise EngineError("its container engine has not answered reliably lately") from error
-            checkpoint.dump(self._container, directory, made)
+            podman = self._engine._traits.name == "Podman"
+            (podman_checkpoint if podman else checkpoint).dump(self._container, directory, made)
 
     def _is_paused(self) -> bool:
         try:

@@ -43,8 +43,8 @@ class Traits(msgspec.Struct, frozen=True):
 
     `init`: it has a program that reaps orphans and forwards signals; `cdi`: devices that it lists by the Container Device
     Interface; `experimental`: it can save and restore containers; `root`: its data directory; `userns`: how it must map users,
-    empty if it maps none; `disk_rate`: it can limit that; `unified`: its control groups have version 2; `problem`: why it can
-    run no guests, empty if it can.
+    empty if it maps none; `disk_rate`: it can limit that; `unified`: its control groups have version 2; `runtime`: its OCI
+    runtime; `problem`: why it can run no guests, empty if it can.
     """
 
     name: str = "Docker"
@@ -56,6 +56,7 @@ class Traits(msgspec.Struct, frozen=True):
     userns: str = ""
     disk_rate: bool = True
     unified: bool = False
+    runtime: str = ""
     problem: str = ""
 
 
@@ -176,7 +177,8 @@ def traits_of(version: dict[str, Any], info: dict[str, Any], host: dict[str, Any
     found = [shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{INIT_PATH}") for program in INITS[name]]
     experimental, root = bool(info.get("ExperimentalBuild")), str(info.get("DockerRootDir", ""))
     unified, said = info.get("CgroupVersion") == "2", str(version.get("Version", ""))
-    traits = Traits(name, said, any(found), cdi_devices(info), experimental, root, unified=unified)
+    runtime = str(info.get("DefaultRuntime", ""))
+    traits = Traits(name, said, any(found), cdi_devices(info), experimental, root, unified=unified, runtime=runtime)
     if is_rootless(info):
         problem, controllers = _rootless_problem(name, host, lingers), host.get("cgroupControllers") or ()
         return msgspec.structs.replace(traits, userns=KEEP_ID, disk_rate="io" in controllers, problem=problem)

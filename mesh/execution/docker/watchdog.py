@@ -4,7 +4,8 @@ Containers, unlike child processes, would otherwise run on. The watchdog is a se
 a pipe from the daemon: `until ID SECONDS` (of CLOCK_BOOTTIME; after it the container is paused until a later line allows more),
 `doubt ID` (it may be paused or not: an earlier watchdog knew), `gone ID`, `bye`. It asks the engine to pause a container, so
 that the engine knows. If the engine does not answer at once, it freezes the container's control group; if it may not, it kills
-the guest, as the kill-switch would. A pipe that closes without `bye` means that the daemon crashed: the containers are killed
+the guest, as the kill-switch would. Podman is asked only if the group cannot be frozen from here: it saves no container that it
+has paused. A pipe that closes without `bye` means that the daemon crashed: the containers are killed
 in the same way, and removed through the engine's socket once it answers.
 """
 
@@ -32,6 +33,7 @@ from mesh.util.isolated import isolated
 
 LABEL_NODE = "campus-mesh.node"
 LABEL_RUN = "campus-mesh.run"  # of one daemon: a watchdog that is slow must not remove what the next daemon has started
+PODMAN = "podman"
 AGAIN_S = 1.0  # until the engine is asked again
 PING_S = 0.5  # timeout of a ping, which takes 1 ms (own choice)
 CALL_S = 1.0  # timeout of a pause, which takes 30 ms (own choice)
@@ -48,18 +50,21 @@ class Watchdog:
     When the process ends, another is started and gets the leases of all containers. Until then there is a `problem`.
     """
 
-    def __init__(self, docker_socket: str, run: str, register: GuestRegistry | None) -> None:
+    def __init__(self, docker_socket: str, run: str, register: GuestRegistry | None, podman: bool = False) -> None:
         self.freeze_lock = FreezeLock()
-        self._arguments = (docker_socket, run, str(register.directory) if register is not None else "")
+        place = str(register.directory) if register is not None else ""
+        self._arguments = (docker_socket, run, place, PODMAN if podman else "")
         self._process: asyncio.subprocess.Process
         self._keeper: asyncio.Task[None]
         self._daemon_end = -1
         self._until: dict[str, float] = {}  # by container
 
     @classmethod
-    async def start(cls, docker_socket: str, run: str, register: GuestRegistry | None) -> "Watchdog":
+    async def start(
+        cls, docker_socket: str, run: str, register: GuestRegistry | None, podman: bool = False
+    ) -> "Watchdog":
         """Return a watchdog that runs. OSError if no process can be started."""
-        watchdog = cls(docker_socket, run, register)
+        watchdog = cls(docker_socket, run, register, podman)
         try:
             await watchdog._spawn()
         except BaseException:
@@ -140,10 +145,12 @@ class Leases:
     `freeze_lock` keeps it from touching a container that is being dumped, and keeps a container in doubt from being dumped.
     """
 
-    def __init__(self, docker_socket: str, register: GuestRegistry | None, freeze_lock: FreezeLock) -> None:
+    def __init__(
+        self, docker_socket: str, register: GuestRegistry | None, freeze_lock: FreezeLock, podman: bool = False
+    ) -> None:
         self.alarm = Alarm()
         self.dismissed = False
-        self._socket, self._register, self._freeze_lock = docker_socket, register, freeze_lock
+        self._socket, self._register, self._freeze_lock, self._podman = docker_socket, register, freeze_lock, podman
         self._until: dict[str, float] = {}
         self._still: set[str] = set()
         self._doubtful: dict[str, float] = {}  # container -> end of the doubt
@@ -190,21 +197,20 @@ class Leases:
 
     def _hold(self, container: str, over: bool) -> bool:
         """Pause or resume a container; return whether it is now as it should be. Of one that just ended, `gone` is on its way."""
-        answered = self._ask(container, over)
+        entry = self._entry(container)
+        groups = tuple(map(Path, entry.groups)) if entry is not None else ()
+        by_group = self._podman and _hold_group(groups, over)
+        answered = by_group or self._ask(container, over)
         now = boot_s()
         if answered is None:
             self._doubtful[container] = now + DOUBT_S
         elif now >= self._doubtful.get(container, math.inf):
             del self._doubtful[container]
-        entry = self._entry(container)
-        groups = tuple(map(Path, entry.groups)) if entry is not None else ()
+        if by_group:
+            return True  # the kernel freezes it in a moment
         frozen = cgroups.are_frozen(groups)
         if frozen is not None and frozen != over:
-            if over:
-                cgroups.freeze(groups)
-            else:
-                for group in groups:
-                    cgroups.thaw(group)
+            _hold_group(groups, over)
             frozen = cgroups.are_frozen(groups)
         held = frozen == over if frozen is not None else bool(answered)
         if over and not held and entry is not None and now >= self._silent_since + SILENT_S:
@@ -232,6 +238,15 @@ class Leases:
     def _entry(self, container: str) -> GuestEntry | None:
         entries = self._register.entries()[0] if self._register is not None else {}
         return next((entry for entry in entries.values() if entry.container == container), None)
+
+
+def _hold_group(groups: tuple[Path, ...], over: bool) -> bool:
+    """Freeze or thaw a guest's control group; return whether that was possible."""
+    if over:
+        return cgroups.freeze(groups)
+    for group in groups:
+        cgroups.thaw(group)
+    return cgroups.are_frozen(groups) is False
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -283,7 +298,7 @@ def main() -> None:
     register = GuestRegistry(Path(sys.argv[4])) if sys.argv[4] else None
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    leases = Leases(docker_socket, register, FreezeLock(int(sys.argv[5])))
+    leases = Leases(docker_socket, register, FreezeLock(int(sys.argv[6])), sys.argv[5] == PODMAN)
     poller = select.poll()
     poller.register(descriptor, select.POLLIN | select.POLLHUP)
     poller.register(leases.alarm, select.POLLIN)
