@@ -218,6 +218,17 @@ def criu_problem() -> str:
     return Probe(True).look("Docker", version, True).problem
 
 
+@cache
+def podman_criu_problem() -> str:
+    """Return why CRIU cannot save and restore a container of Podman, or an empty text."""
+    from mesh.execution.docker.criu import Probe
+
+    if problem := podman_problem():
+        return problem
+    version = subprocess.run(["podman", "--version"], capture_output=True, text=True, check=True).stdout
+    return Probe(True).look("Podman", version, True, "runc").problem
+
+
 PROBES = {
     "apptainer": apptainer_problem,
     "criu": criu_problem,
@@ -225,6 +236,7 @@ PROBES = {
     "docker": docker_problem,
     "dockerd": dockerd_problem,
     "podman": podman_problem,
+    "podman_criu": podman_criu_problem,
     "rootless": rootless_problem,
     "netns": netns_problem,
     "frameworks": frameworks_problem,

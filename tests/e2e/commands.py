@@ -22,8 +22,8 @@ from mesh.cli.main import cli
 from mesh.daemon.stack import LOOPBACK, Stack, StackNode
 from mesh.util import cgroups
 from tests import forks
+from tests.execution.bench import WAIT_S
 
-WAIT_S = 60.0
 ENDLESS = 1_000_000  # steps of 1/50 s each
 PROJECT = Path(__file__).parent / "project"
 Done = subprocess.CompletedProcess[str]

@@ -179,6 +179,29 @@ def test_new_watchdog_wakes_and_stops_what_it_does_not_know(tmp_path: Path, monk
     assert asked == [("a" * 64, True), ("b" * 64, False)], "each once; of a new container nothing is in doubt"
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_podman_is_not_asked_where_the_group_can_be_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    """It saves no container that it has paused. `slow`: the kernel freezes after the lease was checked."""
+    container, state = "c" * 64, tmp_path / "freezer.state"
+    state.write_text("THAWED")
+    leases, asked = watchdog.Leases("", None, FreezeLock(), podman=True), list[bool]()
+    monkeypatch.setattr(leases, "_entry", lambda container: entry(groups=(str(tmp_path),)))
+    monkeypatch.setattr(leases, "_ask", lambda container, over: asked.append(over) or True)
+    if slow:
+        monkeypatch.setattr(watchdog.cgroups, "are_frozen", lambda groups: False)
+    for until, wanted in ((1.0, "FROZEN"), (boot_s() + 600, "THAWED"), (1.0, "FROZEN")):
+        leases.read(f"until {container} {until}\n".encode())
+        leases.enforce()
+        assert (state.read_text(), asked) == (wanted, [])
+    state.unlink()
+    leases.read(f"until {container} {boot_s() + 600}\n".encode())
+    monkeypatch.setattr(watchdog.cgroups, "are_frozen", lambda groups: None)
+    leases.enforce()
+    assert asked == [False], "the engine can do what this process may not"
+
+
 async def test_watchdog_that_cannot_start_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "isolated", lambda *asked: ["/does/not/exist"])
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
