@@ -1,6 +1,6 @@
 """Build, boot and try the machines, and write docs/platforms.md.
 
-    python -m tests.machines [--only sid] [--keep] [--part mesh|processes|containers|rootless|apptainer|limits]
+    python -m tests.machines [--only sid] [--keep] [--part mesh|processes|containers|rootless|apptainer|system|limits]
 
 Needs root, the network, and Debian's mmdebstrap, qemu-system-x86, qemu-utils, e2fsprogs and openssh-client.
 """
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build" / "machines"
 RESULTS, PAGE = PLACE / "results.json", ROOT / "docs" / "platforms.md"
 SUITES = ("sid", "trixie")
-PARTS = ("mesh", "processes", "containers", "rootless", "apptainer", "limits")
+PARTS = ("mesh", "processes", "containers", "rootless", "apptainer", "system", "limits")
 INIT = "mesh init home --nick home && mesh up --lend --no-mdns --port 7473 --api-port 7474"
 PODMAN = "DOCKER_HOST=unix:///run/podman/podman.sock"
 ROOTLESS = "DOCKER_HOST=unix:///run/user/$(id -u)/podman/podman.sock"
@@ -75,13 +75,14 @@ class Tried:
     """The results so far, by earlier runs too. Each is kept, and the page written, as it comes."""
 
     def __init__(self) -> None:
-        self._results: dict[str, Any] = {"engines": [], "limits": [], "mesh": [], "failed": {}}
+        self._results: dict[str, Any] = {"engines": [], "system": [], "limits": [], "mesh": [], "failed": {}}
         if RESULTS.exists():
             self._results |= json.loads(RESULTS.read_text())
         self._lock = Lock()
 
     def passed(self) -> bool:
         answers = {answer for row in self._results["engines"] for answer in row["contract"].values()}
+        answers |= {row["saved"] for row in self._results["system"]}
         return answers <= {"ok"} and not self._results["failed"]
 
     @contextmanager
@@ -124,6 +125,9 @@ class Tried:
             name = {"system": known["system"], "kernel": known["kernel"], "commit": commit()}
             for engine, answers in all_engines(machine, known, parts):
                 self._put("engines", {**name, "engine": engine, "contract": answers}, "engine")
+            if "system" in parts:
+                by = f"Podman {known['podman']}, CRIU {known['criu']}"
+                self._put("system", {**name, "by": by, **checks.contract(machine, checks.SAVED)}, "by")
             for row in all_limits(machine) if "limits" in parts else ():
                 self._put("limits", {**name, **row}, "how")
 

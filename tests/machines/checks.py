@@ -55,6 +55,7 @@ UNPACKED = {  # Apptainer with an unpacked image, of an ordinary user
     "limits": (f"{ENGINES}::test_only_the_guest_over_memory_limit_ends[apptainer]",),
     "network": (f"{APPTAINER}::test_guest_cannot_reach_the_machine",),
 }
+SAVED = {"saved": ("tests/e2e/test_system_checkpoints.py::test_python_program_moves_between_two_podmans_bit_for_bit",)}
 STEPS = 300
 COUNT = """
 n=0; if [ -n "$MESH_RESUME" ]; then n=$(cat $MESH_RESUME/n); echo "resumed at $n"; fi
@@ -74,6 +75,7 @@ def facts(machine: Machine) -> dict[str, str]:
     echo "python=$(python3 -c 'import platform; print(platform.python_version())')"
     echo "docker=$(dockerd --version | awk '{print $3}' | tr -d ,)"
     echo "podman=$(podman version --format '{{.Version}}')"
+    echo "criu=$(criu --version 2>/dev/null | awk 'NR == 1 {print $2}')"
     echo "apptainer=$(apptainer --version 2>/dev/null | awk '{print $NF}')"
     echo "groups=$(stat -fc %T /sys/fs/cgroup)"
     """

@@ -36,7 +36,7 @@ PACKAGES = (
     ),
     *("docker.io", "containerd", "runc", "tini", "podman", "crun", "catatonit", "uidmap", "passt", "fuse-overlayfs"),
 )
-MORE = {"sid": ("docker-cli", "apptainer"), "trixie": ()}
+MORE = {"sid": ("docker-cli", "apptainer", "criu"), "trixie": ("criu",)}
 # NumPy's later wheels need a processor with CMPXCHG16B, which some kernels do not survive under emulation.
 CONSTRAINTS = "numpy<2.4\n"
 TEST_PACKAGES = ("pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100")

@@ -24,6 +24,14 @@ How a daemon was started, and what limits a guest of its process engine as a who
 and that one over it was ended.
 
 """
+SYSTEM = """
+## System checkpoints
+A Python program that saves nothing moved between two nodes with a Podman each, with notice and without, and its result was that
+of an undisturbed run, byte for byte.
+
+| system | kernel | by | | commit |
+|---|---|---|---|---|
+"""
 MESH = """
 ## Two machines
 """
@@ -48,6 +56,10 @@ def page(results: dict[str, Any], date: str, commit: str) -> str:
         lines.append(
             f"| {row['system']} | {row['kernel']} | {row['engine']} | {' | '.join(told)} | {row['commit']} |\n"
         )
+    if results["system"]:
+        lines.append(SYSTEM)
+    for row in _by_system(results["system"]):
+        lines.append(f"| {row['system']} | {row['kernel']} | {row['by']} | {cell(row['saved'])} | {row['commit']} |\n")
     lines += [
         LIMITS,
         f"| system | the daemon was started | limited | not limited | its group | commit |\n|{'---|' * 6}\n",

@@ -31,11 +31,14 @@ def test_page_gives_a_reason_for_each_no() -> None:
         "engine": "process",
         "contract": {"logs": "ok", "kill": "failure: no | group"},
     }
-    results = {"engines": [row], "limits": [], "mesh": [], "failed": {"trixie": "it does not boot"}}
+    saved = {"system": "Debian 13", "kernel": "6.12", "by": "Podman 5.4", "saved": "skipped: tier", "commit": "abc"}
+    failed = {"trixie": "it does not boot"}
+    results = {"engines": [row], "system": [saved], "limits": [], "mesh": [], "failed": failed}
     text = page(results, "2026-01-01", "abc")
     (line,) = [line for line in text.splitlines() if "| process |" in line]
     assert line.count("yes") == 1 and line.count("no (") == 1
     assert line.count("not tried (") == len(CORE) - 2
+    assert "| Podman 5.4 | not tried (3) |" in text
     assert "failure: no \\| group" in text and "did not run" in text and "- trixie: it does not boot" in text
 
 
