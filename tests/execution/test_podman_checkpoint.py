@@ -32,7 +32,7 @@ class FakePodman:
         self.base_url, self.api_version = "http://engine", "1.41"
         place.mkdir(parents=True)
 
-    def get(self, url: str) -> requests.Response:
+    def get(self, url: str, timeout: float) -> requests.Response:
         assert url == f"http://engine/{API}/containers/{self.id}/json"
         return self._answer(200, f'{{"StaticDir": "{self.place}"}}')
 

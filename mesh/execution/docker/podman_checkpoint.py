@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mesh.execution.docker.checkpoint import IMAGES, Made, copy, describe, explained, post
+from mesh.execution.docker.checkpoint import IMAGES, LONG_S, Made, copy, describe, explained, post
 
 API = "v4.0.0/libpod"
 SAVED = "checkpoint"  # CRIU's files in the container's directory
@@ -59,7 +59,7 @@ def _place(container: Any) -> Path:
     """Return Podman's directory of a container."""
     with explained("found"):
         api = container.client.api
-        answer = api.get(f"{api.base_url}/{API}/containers/{container.id}/json")
+        answer = api.get(f"{api.base_url}/{API}/containers/{container.id}/json", timeout=LONG_S)
         answer.raise_for_status()
         return Path(answer.json()["StaticDir"])
 
