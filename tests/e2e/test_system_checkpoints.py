@@ -117,7 +117,7 @@ def two_stores(tmp_path: Path) -> Iterator[tuple[Stack, str]]:
         patch.setenv("DOCKER_HOST", one.host)
         image = import_python()
         source, target = (docker.DockerClient(service.host, timeout=600) for service in (one, two))
-        target.images.load(b"".join(source.images.get(image).save(named=image)))
+        target.images.load(b"".join(source.api.get_image(image)))
         assert target.images.get(image).id == source.images.get(image).id
         with Stack(2, overrides=overrides) as stack:
             for node, service in zip(stack.nodes, (one, two), strict=True):
