@@ -178,7 +178,7 @@ class DataLibrary:
     # --- what there is
 
     def _needs(self, identity: bytes) -> bool:
-        return self.holdings.needs(identity)
+        return self.holdings.needs(identity) or bool(self.fetcher.words(identity))
 
     def path_of(self, manifest: DataManifest) -> str | None:
         """Return the owner's directory that stands for a data set on this node."""

@@ -21,7 +21,7 @@ from ckptstore.errors import QuotaExceeded, Stopped
 from ckptstore.fetch import Request
 from membership.envelope import OVERHEAD
 from membership.identity import Identity
-from mesh.data import fetcher, space
+from mesh.data import directory, fetcher, space
 from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.holdings import left_in_the_clear
 from mesh.data.library import Brought, Cache, Check, DataLibrary, OwnCopy, _finished
@@ -112,6 +112,21 @@ async def test_order_that_is_cancelled_ends_after_its_thread() -> None:
         go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await order
+
+
+async def test_manifest_of_a_set_that_is_fetched_stays_known(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    other = b"o" * 32
+    library.directory.remember(other, b"sealed", manifest)
+    library.pull(other, manifest)  # nobody has it, so it is tried again
+    while not library.fetcher.words(other):
+        await asyncio.sleep(0)
+    monkeypatch.setattr(directory, "MAX_KNOWN", 2)
+    for number in range(4):
+        library.directory.remember(bytes([number]) * 32, b"sealed", manifest)
+    assert {SET, other} <= library.directory.known.keys()
 
 
 async def test_daemon_that_stops_ends_an_add(
