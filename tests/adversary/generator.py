@@ -51,6 +51,7 @@ ROUTES = (
     ("GET", "/v1/data/{manifest}/held"),
     ("POST", "/v1/data/{manifest}/fetch"),
     ("POST", "/v1/data/{manifest}/chunks?job={job}"),
+    ("POST", "/v1/data/{manifest}/missing?job={job}"),
     ("GET", "/v1/{name}"),
 )
 
@@ -113,7 +114,7 @@ class Generator:
         if path == "/v1/messages":
             batch = [self._mutated(draw.choice(MESSAGES)) for _ in range(draw.randint(1, 3))]
             return msgspec.msgpack.encode(batch)
-        if path.startswith("/v1/chunks/"):
+        if path.startswith(("/v1/chunks/", "/v1/data/")):
             return self._mutated(MissingQuery if "missing" in path else ChunkRequest)
         if path.startswith("/v1/packages"):
             return msgspec.msgpack.encode(self._replaced([draw.randbytes(32), 0]))

@@ -58,9 +58,8 @@ async def test_private_data_set_is_given_to_readers_and_runners_only(tmp_path: P
             for nick, actor in actors.items():
                 may = nick in {"ada1", "ada2"}
                 if nick != "ada1":
-                    assert await actor.admitted("ada1", "POST", f"{path}/chunks", body) is may, nick
-                    with_job = f"{path}/chunks?job={'00' * 16}"
-                    assert await actor.admitted("ada1", "POST", with_job, body) is may, nick
+                    for what in ("chunks", f"chunks?job={'00' * 16}", "missing", f"missing?job={'00' * 16}"):
+                        assert await actor.admitted("ada1", "POST", f"{path}/{what}", body) is may, (nick, what)
                     assert await actor.admitted("ada1", "GET", f"{path}/key") is may, nick
                 if nick in PEOPLE and nick != "ada1":
                     # Neither the call for checkpoints nor another data set gives out its chunks.
