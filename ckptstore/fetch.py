@@ -24,7 +24,7 @@ AWAITED_BYTES, AWAITED_S = 4 << 20, 0.25  # instead, of chunks that are awaited 
 WINDOW_BYTES = 256 << 20  # of awaited chunks that come in any order (own choice)
 SHARE = 0.5  # share of the remaining bytes requested at once, over all sources (own choice)
 LEARN = 0.5  # weight of the last request in a source's rate (own choice)
-ASK_S = 1.0  # between questions to a partial source that has nothing which is missing (own choice)
+ASK_AGAIN_S = 1.0  # between questions to a partial source that has nothing which is missing (own choice)
 VAIN = 15  # such questions in a row until it is dropped, if no other source sends anything (own choice)
 SOONER = 0.8  # a second source is asked if it needs less than this share of the slow one's remaining time (own choice)
 
@@ -186,7 +186,7 @@ class Fetch:
                 actions.append(Request(source, tuple(ids)))
             elif partial is not None and self._queue:
                 partial.asked = True
-                actions.append(Ask(source, tuple(self._queue), 0.0 if partial.vain < 0 else ASK_S))
+                actions.append(Ask(source, tuple(self._queue), 0.0 if partial.vain < 0 else ASK_AGAIN_S))
         if not self._left:
             return [*actions, FetchEnded("")]
         if not self._open and not any(partial.asked for partial in self._partial.values()):
@@ -196,7 +196,8 @@ class Fetch:
 
     def _next(self, source: bytes) -> list[bytes]:
         """Take from the queue what the source can send while the others send theirs, at least one chunk that it has."""
-        queue = [identity for identity in self._queue if self._has(source, identity)]
+        partial = self._partial.get(source)
+        queue = self._queue if partial is None else [identity for identity in self._queue if identity in partial.has]
         rate, left = self._rates.get(source), sum(self._sizes[identity] for identity in queue)
         if rate is None:
             budget = min(self._first_bytes, SHARE * left / len(self._sources))
@@ -213,20 +214,18 @@ class Fetch:
         self._queue = [identity for identity in self._queue if identity not in gone]
         return taken
 
-    def _has(self, source: bytes, identity: bytes) -> bool:
-        partial = self._partial.get(source)
-        return partial is None or identity in partial.has
-
     def _again(self, source: bytes, now: float) -> list[bytes]:
         """Return the last outstanding chunk of the slowest source, if this source would deliver it sooner."""
-        rate = self._rates.get(source)
+        rate, partial = self._rates.get(source), self._partial.get(source)
         asked = [identity for request in self._open.values() for identity in request.ids]
         best: tuple[float, bytes] | None = None
         for other, request in self._open.items():
             owed = [
                 identity
                 for identity in request.ids
-                if identity in self._left and asked.count(identity) == 1 and self._has(source, identity)
+                if identity in self._left
+                and asked.count(identity) == 1
+                and (partial is None or identity in partial.has)
             ]
             if not owed or rate is None:
                 continue

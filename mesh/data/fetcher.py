@@ -1,4 +1,4 @@
-"""Fetching of data sets: chunks come from several holders at once, as those of checkpoints do, and from who fetches the same."""
+"""Fetching of data sets: chunks come from several holders at once, and from nodes that are fetching the same data set."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from ckptstore.messages import (
 )
 from ckptstore.pack import ID_BYTES
 from ckptstore.receiver import max_stream_bytes
-from membership.identity import NodeId
+from membership.identity import NodeId, short_id
 from mesh.data.directory import ASK_S, SOURCES, DataDirectory
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
@@ -39,9 +39,7 @@ NODES, CHUNKS = 64, 2048  # pages opened, and chunks fetched, at a time: 8 GiB (
 FETCHES = 2  # data sets at a time for jobs, and as many that other nodes or the user ordered; more wait (own choice)
 TELL_S = 0.5
 QUERY_BYTES = CHUNKS * (ID_BYTES + 2) + 64  # of a question about so many chunks, and of its answer
-LEAST_GIVEN_ON = (
-    64 << 20
-)  # bytes of a data set that is given on while it comes: smaller ones come too soon (own choice)
+LEAST_GIVEN_ON = 64 << 20  # bytes of a data set that is given on while it comes (own choice)
 COMING_S = 1.0  # for which a chunk on its way is awaited, and other fetches give way to an awaited one (own choice)
 
 log = logging.getLogger(__name__)
@@ -300,7 +298,7 @@ class DataFetcher:
         def fault(source: NodeId, error: BaseException) -> str | None:
             if isinstance(error, CorruptChunk):
                 self._blame(source, f"of data set {identity.hex()[:12]}, {error}")
-            if not isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError | ValueError):
+            if not isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError):
                 return None
             failed[source] = str(error) or "no answer in time"
             return failed[source]
@@ -330,7 +328,10 @@ class DataFetcher:
         async def ask(node: NodeId, ids: Sequence[bytes]) -> set[bytes]:
             query, path = encode_missing_query(MissingQuery(tuple(ids))), _path(identity, "missing", whose())
             answer = await self._peers.call(node, "POST", path, query, timeout_s=ASK_S, answer_bytes=QUERY_BYTES)
-            return set(ids).difference(decode_ids(answer))
+            try:
+                return set(ids).difference(decode_ids(answer))
+            except ValueError as error:
+                raise PeerError(f"node {short_id(node)} does not say which chunks it lacks: {error}") from error
 
         return Swarm(nodes, ask)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.fetch import ASK_S, VAIN, WINDOW_BYTES, Ask, Cancel, Fetch, FetchEnded, Request
+from ckptstore.fetch import ASK_AGAIN_S, VAIN, WINDOW_BYTES, Ask, Cancel, Fetch, FetchEnded, Request
 
 SEED = b"seed"
 CHUNK, RATE = 4 << 20, 12.5e6  # bytes; bytes a second that a node sends
@@ -110,7 +110,7 @@ def test_nodes_that_fetch_at_once_take_little_more_than_one_copy_from_the_seed(c
     swarm = Swarm(count, 240)
     swarm.run()
     alone_s = 240 * CHUNK / RATE
-    assert max(swarm.ended.values()) < 1.3 * alone_s + 10 * ASK_S
+    assert max(swarm.ended.values()) < 1.3 * alone_s + 10 * ASK_AGAIN_S
     assert swarm.sent[SEED] < 1.3 * 240 * CHUNK
 
 
@@ -175,7 +175,7 @@ def test_fetch_completes_with_one_honest_source_whatever_partial_ones_do(
 def test_partial_sources_that_get_nothing_are_given_up() -> None:
     fetch = Fetch({b"1": 1, b"2": 1}, [])
     actions = fetch.join([b"a"], 0.0)
-    for delay_s in (0.0, *[ASK_S] * VAIN):
+    for delay_s in (0.0, *[ASK_AGAIN_S] * VAIN):
         assert actions == [Ask(b"a", (b"1", b"2"), delay_s)]
         actions = fetch.told(b"a", [], 0.0)
     (ended,) = actions
@@ -198,4 +198,4 @@ def test_what_a_partial_source_has_is_requested_of_it_and_nothing_else() -> None
     (request,) = fetch.told(b"a", [b"\2", b"not asked for"], 0.0)
     assert request == Request(b"a", (b"\2",))
     (ask,) = fetch.arrived(b"a", [b"\2"], 1.0)
-    assert ask == Ask(b"a", (b"\0", b"\1", b"\3"), ASK_S)
+    assert ask == Ask(b"a", (b"\0", b"\1", b"\3"), ASK_AGAIN_S)
