@@ -58,6 +58,6 @@ def _words(process: Path) -> list[str]:
 
 
 def test_normal_end_of_run_undoes_nothing(tmp_path: Path) -> None:
-    with start(tmp_path, "ends"):
-        pass
-    assert not (tmp_path / "undone").exists()
+    with start(tmp_path, "ends") as run:
+        run.communicate()
+    assert run.returncode == 0 and not (tmp_path / "undone").exists()

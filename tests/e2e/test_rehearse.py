@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mesh.rehearsal.evaluation import EXIT_CODES
 from tests.container_images import busybox_image
 from tests.e2e.commands import descendants, mesh, start, until
 
@@ -48,7 +49,10 @@ def flawed(flaw: str, *options: str, steps: int = 90, pace_s: float = 0.04) -> d
 
 
 def test_job_that_follows_the_contract_resumes_with_departure_costs() -> None:
-    code, text, news = rehearse(*CKPT, "--", sys.executable, "count.py", "80", "0.05")
+    for _ in range(3):
+        code, text, news = rehearse(*CKPT, "--", sys.executable, "count.py", "80", "0.05")
+        if code != EXIT_CODES["inconclusive"] and "warning" not in text:  # as while the machine is too busy
+            break
     assert code == 0, text + news
     assert text.startswith("RESUMES: a noticed departure cost ") and "; a sudden departure cost " in text
     assert "and 0 steps;" in text, "a noticed departure must lose no step"
