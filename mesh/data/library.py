@@ -263,10 +263,11 @@ class DataLibrary:
         work.source = source
         return work
 
-    async def write_back(self, name: str, restore: Callable[[Path], Awaitable[object]]) -> Grown:
+    async def write_back(self, name: str, restore: Callable[[Path], Awaitable[object]], had: bytes = b"") -> Grown:
         """Add what a job has added to one of this user's caches as its next version; return what is new in that.
 
-        `restore` writes it to a new directory. FetchFailed, DataError, StoreError, OSError; the version before stands then.
+        `restore` writes it to a new directory. `had`: the version that the job had, if there was one. FetchFailed, DataError,
+        StoreError, OSError; the version before stands then.
         """
         place, own = self.holdings.store.trees / CACHE_FILES, self._membership.credentials
         async with self._adding:
@@ -277,6 +278,8 @@ class DataLibrary:
                 found = await self.directory.resolve(name)
                 before = self._own_newest(name)
                 if found is None:
+                    if had and before is None:  # this node has started since, and nobody who has it is there
+                        raise FetchFailed(f"no node that is there says what is in {name} now")
                     (place / name).mkdir()
                 elif not found[1].cache:
                     raise DataError(f"{found[1].full_name} is no cache: it was added with `mesh data add`")

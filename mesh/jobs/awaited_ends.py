@@ -81,9 +81,9 @@ def stated_outcome(words: Words) -> Outcome | None:
 
 
 def one_stated(words: Words) -> Outcome | None:
-    """Return the outcome of a job that most of its witnesses state, or one of the few that are all that answer and may lie."""
-    ended = (known.record.outcome for known in words.records.values() if known.final)
-    return stated_outcome(words) or (next(filter(None, ended), None) if words.few else None)
+    """Return the outcome of a job that most of its witnesses state, or all of a few that answer and know one: they may lie."""
+    ended = {known.record.outcome for known in words.records.values() if known.final} - {None}
+    return ended.pop() if words.few and len(ended) == 1 else stated_outcome(words)
 
 
 class AwaitedEnds:

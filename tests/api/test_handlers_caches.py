@@ -12,6 +12,7 @@ from mesh.api.handlers.caches import CacheWriter
 from mesh.data.cache_files import MAX_ENTRIES, Grown
 from mesh.data.manifest import FetchFailed
 from mesh.model.record import Outcome
+from mesh.model.spec import DataNeed
 from mesh.util.errors import MeshError
 from tests.consensus.worlds import A
 
@@ -30,6 +31,7 @@ class World:
         self.fetched: list[bytes] = []
         self.problem: Exception | None = None
         lookup: Any = SimpleNamespace(find_job=lambda text: "status", fetch=self._fetch, restore=self._restore)
+        lookup.spec_of = self._spec_of
         library: Any = SimpleNamespace(write_back=self._write_back)
         self.writer = CacheWriter(lookup, library)
 
@@ -42,7 +44,11 @@ class World:
         assert manifest in self.fetched and part == 2 and most == MAX_ENTRIES
         self.restored[new.name] = (manifest, prefix)
 
-    async def _write_back(self, name: str, restore: Callable[[Path], Awaitable[None]]) -> Grown:
+    async def _spec_of(self, status: object) -> Any:
+        return SimpleNamespace(data=(DataNeed("ada/torch", b"version", cache=True), DataNeed("pip", cache=True)))
+
+    async def _write_back(self, name: str, restore: Callable[[Path], Awaitable[None]], had: bytes) -> Grown:
+        assert had == {"torch": b"version", "pip": b""}[name]
         if self.problem is not None:
             raise self.problem
         await restore(Path(name))

@@ -314,7 +314,7 @@ async def test_status_alone_delivers_nothing(
 async def test_pull_takes_what_witnesses_state(finished: Finished, tmp_path: Path, few: bool) -> None:
     """One of a few that are left is enough for a person who asks; none is not."""
     true, finished.status.outcome = finished.status.outcome, ended(NOW, b"made up by a member")
-    for stated in ([], [None], [None, None, true] if not few else [None, None]):
+    for stated in ([], [None], [None, None, true] if not few else [true, finished.status.outcome]):
         finished.stated, finished.few = stated, few
         with pytest.raises(MeshError, match="that can be asked name no results"):
             await finished.handlers.pull("job", str(tmp_path / "new"))

@@ -679,6 +679,33 @@ async def test_cache_that_has_changed_meanwhile_is_merged_anew(
     assert (await library.write_back("filled", restore)).files == 1 and len(signed) == 1
 
 
+@pytest.mark.parametrize("removed", [False, True])
+async def test_cache_begins_anew_only_once_it_is_removed(
+    library: DataLibrary, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    """A node that was restarted knows only the versions that nodes announce."""
+    signed, _ = adding(library, monkeypatch)
+    library._membership = SimpleNamespace(credentials=SimpleNamespace(user_key=b"a" * 32))  # type: ignore[assignment]
+
+    async def resolve(name: str) -> None:
+        return None
+
+    async def restore(place: Path) -> None:
+        place.mkdir()
+        (place / "file").write_bytes(b"new")
+
+    monkeypatch.setattr(library.directory, "resolve", resolve)
+    monkeypatch.setattr(library, "_announce", lambda: None)
+    if removed:
+        gone = DataManifest(1, "filled", "ada", b"a" * 32, b"", 7, 1, None, cache=True)
+        library.directory.remember(b"gone", b"sealed", gone)
+        assert (await library.write_back("filled", restore, SET)).files == 1 and signed
+    else:
+        with pytest.raises(FetchFailed, match="no node that is there says what is in filled now"):
+            await library.write_back("filled", restore, SET)
+        assert not signed
+
+
 async def test_version_that_a_revocation_overtakes_is_not_signed(
     library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

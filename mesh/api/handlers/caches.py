@@ -28,12 +28,13 @@ class CacheWriter:
         if outcome.kind != "done" or manifest is None:
             return ""
         await self._lookup.fetch(status, manifest, outcome.holders)  # now, since other adds wait for a write-back
+        had = {need.last: need.manifest for need in (await self._lookup.spec_of(status)).data if need.cache}
         for name in names.split(","):
             restore = partial(
                 self._lookup.restore, status, manifest, outcome.holders, saved_as(name), part=2, most=MAX_ENTRIES
             )
             try:
-                grown = await self._library.write_back(name, restore)
+                grown = await self._library.write_back(name, restore, had.get(name, b""))
             except (FetchFailed, DataError, StoreError, OSError) as error:
                 raise MeshError(f"cache {name}: {error}") from error
             if grown.files:
