@@ -1,8 +1,7 @@
 """Byte planes of chunks, and differences between chunks.
 
 `planes.c` does this where it has been compiled, Python about ten times slower elsewhere; a test compares the two. A wheel brings
-the library. From sources it is compiled once, at first use, beside this file or in the user's cache; there it counts only if
-nobody else can write it.
+the library. From sources it is compiled once, at first use, beside this file or in the user's cache.
 """
 
 import ctypes
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from ckptstore.buffers import allocate
 from ckptstore.encoding import WIDTHS, Bytes
+from membership.own_cache import own_cache
 
 SOURCE = Path(__file__).with_name("planes.c")
 FILE = f"libplanes-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"  # so that each version has its own
@@ -89,7 +89,7 @@ def xor(one: Bytes, other: Bytes) -> Bytes:
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, made now if need be; None where that cannot be."""
     for place in (directory / FILE for directory in _directories()):
-        if _is_usable(place) or (_compiled(place) and _is_usable(place)):
+        if place.exists() or _compiled(place):
             with suppress(OSError):
                 return _declared(ctypes.CDLL(str(place)))
     log.warning("saves of checkpoints are slow: no C compiler here makes %s (`apt install gcc libc6-dev`)", SOURCE)
@@ -99,28 +99,18 @@ def library() -> ctypes.CDLL | None:
 def compile_into(place: Path, compiler: Sequence[str]) -> None:
     """Make the library; it appears only when it is complete. OSError or CalledProcessError if that fails."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.parent.chmod(0o755)  # whatever the umask is; OSError if it is another user's
     with tempfile.TemporaryDirectory(dir=place.parent) as directory:
         made = Path(directory) / place.name
         subprocess.run([*compiler, *OPTIONS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
-        made.chmod(0o755)
         made.rename(place)
 
 
 def _directories() -> Iterator[Path]:
     yield SOURCE.parent / "lib" / platform.machine()
-    with suppress(RuntimeError):  # this user has no home
-        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesh" / "planes"
-
-
-def _is_usable(place: Path) -> bool:
-    """Tell whether a library is there that only this user and root can change, or who can change this file."""
     try:
-        found = [place.lstat(), place.parent.lstat()]
-    except OSError:
-        return False
-    ours = all(one.st_uid in {0, os.geteuid()} and not one.st_mode & 0o022 for one in found)
-    return ours or place.is_relative_to(SOURCE.parent)
+        yield own_cache("planes")
+    except OSError as error:
+        log.debug("there is no cache for %s: %s", FILE, error)
 
 
 def _compiled(place: Path) -> bool:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from membership.own_cache import own_cache
+
 NATIVE = Path(__file__).parent / "native"
 SHIPPED = Path(__file__).parent / "lib"
 
@@ -76,22 +78,20 @@ RECIPES = (CUDA, NVML, HOST, CUDA_ALIAS, NVML_ALIAS)
 
 
 def libraries(cache: Path | None = None) -> Libraries:
-    """Return the libraries; compile them to `cache` (`~/.cache/mesh/guard`) if necessary.
+    """Return the libraries; compile them to `cache` (`own_cache`) if necessary.
 
-    That takes some seconds, once for each version of the sources. BuildError if there is no compiler or it fails.
+    That takes some seconds, once for each version of the sources. BuildError if there is no cache or compiler, or it fails.
     """
     shipped = SHIPPED / platform.machine()
     if all((shipped / recipe.name).is_file() for recipe in RECIPES):
         return _in(shipped)
-    home = (cache or default_cache()) / sources_hash()
+    try:
+        home = (cache or own_cache("guard")) / sources_hash()
+    except OSError as error:
+        raise BuildError(str(error)) from error
     if not home.is_dir():
         compile_into(home)
     return _in(home)
-
-
-def default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mesh" / "guard"
 
 
 def sources_hash() -> str:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from membership.own_cache import own_cache
 from mesh.network.bpf import HASH, Map, load_program
 from mesh.network.elf import ObjectError, read_object
 from mesh.network.shaping import BULK, GUEST, HOST, URGENT
@@ -68,17 +69,15 @@ class Programs:
 
 
 def object_file(cache: Path | None = None) -> Path:
-    """Return the object file: shipped, or compiled into `cache` (`~/.cache/mesh/edge`). BuildError without a working clang."""
+    """Return the object file: shipped, or compiled into `cache` (`own_cache`). BuildError without that or a working clang."""
     name = f"{source_hash()}.o"
-    for home in (SHIPPED, cache or default_cache()):
-        if (home / name).is_file():
-            return home / name
-    return compile_into(cache or default_cache())
-
-
-def default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mesh" / "edge"
+    if (SHIPPED / name).is_file():
+        return SHIPPED / name
+    try:
+        home = cache or own_cache("edge")
+    except OSError as error:
+        raise BuildError(str(error)) from error
+    return home / name if (home / name).is_file() else compile_into(home)
 
 
 def defines() -> tuple[str, ...]:

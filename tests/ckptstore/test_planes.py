@@ -138,40 +138,13 @@ def test_damaged_library_is_passed_over(places: list[Path]) -> None:
 
 
 @pytest.mark.cc
-def test_library_that_others_can_write_is_not_loaded(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shared XDG_CACHE_HOME has the code of whoever came first."""
-    assert planes.library.__wrapped__() is not None
-    library = places[0] / planes.FILE
-    for path, mode in ((library, 0o775), (library, 0o757), (places[0], 0o775), (places[0], 0o1777)):
-        kept = path.stat().st_mode
-        path.chmod(mode)
-        assert not planes._is_usable(library)
-        path.chmod(kept)
-    assert planes._is_usable(library)
-    link = places[1].parent / "link"
-    link.symlink_to(library)
-    link.parent.chmod(0o700)
-    assert not planes._is_usable(link), "its target may be another one by now"
-    if os.geteuid() == 0:
-        os.chown(library, 1, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: library.stat().st_uid + 1)
-    assert not planes._is_usable(library)
-    monkeypatch.setattr(planes, "SOURCE", places[0] / "planes.c")
-    assert planes._is_usable(library)
-
-
-@pytest.mark.cc
-def test_library_is_made_again_where_others_could_write_it(places: list[Path]) -> None:
-    places[0].mkdir(parents=True)
-    places[0].chmod(0o777)
-    (places[0] / planes.FILE).write_bytes(b"code of another user")
-    before = os.umask(0)
-    try:
-        assert planes.library.__wrapped__() is not None
-    finally:
-        os.umask(before)
-    assert planes._is_usable(places[0] / planes.FILE) and not places[1].exists()
+def test_library_in_the_cache_of_another_user_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planes, "SOURCE", tmp_path / "package" / "planes.c")
+    (tmp_path / "package").write_text("no directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert list(planes._directories())[1:] == [tmp_path / "mesh" / "planes"]
+    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "mesh").stat().st_uid + 1)
+    assert not list(planes._directories())[1:] and planes.library.__wrapped__() is None
 
 
 @pytest.mark.parametrize("broken", [False, True])
