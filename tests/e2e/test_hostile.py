@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from membership.config import SwimConfig
 from membership.identity import Identity
 from membership.node import MembershipNode
 from membership.trust import TrustStore
+from mesh.api.client import Client
 from mesh.consensus.status import JobStatus, decode_status, encode_status
 from mesh.daemon.stack import LOOPBACK, Stack, StackNode
 from mesh.model.record import Outcome
@@ -25,6 +27,7 @@ from tests.ckptstore.worlds import frame
 from tests.e2e.commands import (
     ENDLESS,
     WAIT_S,
+    end_of,
     finished,
     job_state,
     ok,
@@ -142,6 +145,40 @@ async def test_false_status_neither_starts_nor_fails_jobs_that_wait(make_stack: 
     ok(stack.nodes[0], "cancel", first)  # the last false status is still there
     ended = await asyncio.to_thread(finished, stack.nodes[0], then)
     assert ended["outcome"]["kind"] == "failed" and "was cancelled" in ended["outcome"]["detail"]
+
+
+async def test_false_status_brings_nothing_home_and_keeps_nothing_from_it(
+    make_stack: Callable[..., Stack], tmp_path: Path
+) -> None:
+    """It could name files of the liar's own, which the Python API would unpickle, or none, so that the true ones never come."""
+    stack = make_stack(5)
+    asker, end, home = stack.nodes[0], end_of(stack), tmp_path / "home"
+    script = f'while [ ! -e {end} ]; do sleep 0.1; done; echo true > "$MESH_OUT_DIR/answer"'
+    job = ok(asker, "submit", "--no-workdir", "--out", str(home), "--", "sh", "-c", script).strip()
+    await asyncio.to_thread(until, lambda: job_state(asker, job)["state"] == "running", "it to run")
+    state = job_state(asker, job)
+    busy = {state["node"], *state["witnesses"], asker.nick}
+    evil = next(node for node in stack.nodes if node.nick not in busy)
+    ok(evil, "down")
+    async with member(evil, asker) as liar:
+        section = f"jobs/{job}"
+        true = await told(liar, section)
+        outcome = Outcome("done", "so says mallory", 0, None, (), int(time.time() * 1000))
+        liar.publish(
+            section,
+            encode_status(msgspec.structs.replace(true, state="done", rank=(1, 1 << 40, 0, 0), outcome=outcome)),
+            60.0,
+        )
+
+        def problem() -> str:
+            rows = Client(asker.where.socket).get("/v1/deliveries")["deliveries"]
+            return "".join(row["problem"] for row in rows)
+
+        await asyncio.to_thread(until, lambda: job_state(asker, job)["state"] == "done", "the false status")
+        await asyncio.to_thread(until, lambda: "most of the job's witnesses" in problem(), "the witnesses to be asked")
+    end.touch()
+    await asyncio.to_thread(until, (home / "answer").exists, "the true files")
+    assert (home / "answer").read_text() == "true\n"
 
 
 @asynccontextmanager
