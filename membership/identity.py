@@ -15,9 +15,7 @@ from nacl.signing import SigningKey, VerifyKey
 NodeId = bytes  # 32-byte Ed25519 public key
 
 ID_BYTES = 32
-STATE_FILES = frozenset(
-    {"node.key", "genesis"}
-)  # what shows the state directory of a node, which goes to no other machine
+STATE_FILES = frozenset({"node.key", "genesis"})  # both are in the state directory of each node, and nowhere else
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _BLOCK = 13  # 52 base32 characters in four blocks, each with one check character
 
