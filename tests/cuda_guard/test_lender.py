@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from cuda_guard.build import Libraries
 from cuda_guard.host import load
-from cuda_guard.page import UNIT, JobPage, PolicyPage
+from cuda_guard.page import NO_LIMIT, UNIT, JobPage, PolicyPage
 from tests.cuda_guard.allocations import alloc, refused
 from tests.cuda_guard.arbiter import Arbiter
 from tests.cuda_guard.guests import CONTEXT, MIB, Bench
@@ -28,6 +28,7 @@ from tests.fake.client import Driver
 pytestmark = pytest.mark.cc
 
 TOTAL, CAP = 1000 * MIB, 900 * MIB
+ALL_MEMORY = 2**63 - 1  # native/arbiter.h
 sizes = st.integers(1, 1000).map(lambda mib: mib * MIB)
 
 
@@ -189,6 +190,15 @@ def shared_by(tenants: list[Tenant], memory: int, most: int) -> Arbiter:
         contender.memory, contender.memory_most = memory, most
     arbiter.count = len(tenants)
     return arbiter
+
+
+def test_nothing_is_lent_beside_a_job_that_has_the_whole_device(built: Libraries) -> None:
+    native, tenants = load(built.host), [Tenant(), Tenant()]
+    arbiter = shared_by(tenants, 100 * MIB, TOTAL)
+    arbiter.contenders[1].memory = arbiter.contenders[1].memory_most = ALL_MEMORY
+    tenants[1].policy.allowances[0].memory_limit = NO_LIMIT
+    assert not native.lend_memory(ctypes.byref(arbiter))
+    assert [tenant.limit for tenant in tenants] == [100 * MIB, NO_LIMIT]
 
 
 def test_page_that_claims_too_much_takes_nothing_from_others(built: Libraries) -> None:

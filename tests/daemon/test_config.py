@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.daemon import layout
 from mesh.daemon.config import load_settings, parsed_setting
 from mesh.daemon.layout import Layout, node_layout
 from mesh.model.spec import MIN_LEASE_S
@@ -88,6 +89,8 @@ def test_state_directory_is_private(tmp_path: Path) -> None:
     assert not where.exposed()
     (tmp_path / "a").chmod(0o777)
     assert str(tmp_path / "a") in where.exposed()
+    (tmp_path / "a").chmod(0o770)
+    assert str(tmp_path / "a") in where.exposed(), "its group is others, too"
     (tmp_path / "a").chmod(0o1777)
     assert not where.exposed(), "as /tmp is"
 
@@ -148,3 +151,10 @@ def test_configuration_follows_xdg_unless_the_state_directory_is_named(
     monkeypatch.setenv("MESH_STATE", str(tmp_path / "m"))
     assert node_layout().config == tmp_path / "m/config.toml"
     assert node_layout(str(tmp_path / "n")).policy == tmp_path / "n/policy.toml"
+
+
+def test_node_is_no_member_before_all_its_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(layout, "write_durably", lambda path, data: written.append(path.name))
+    layout.save_membership(layout.Layout(tmp_path), b"genesis", b"chain", ("10.0.0.7:7373",))
+    assert written[-1] == "genesis" and sorted(written) == ["chain", "genesis", "seeds"]

@@ -136,6 +136,15 @@ async def test_pacing_is_set_and_released(
     await peers.close()
 
 
+def test_released_connection_has_no_traffic_class() -> None:
+    with socket.socket() as sock:
+        paced = PacedSocket(sock)
+        paced.enter(6)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == 6
+        paced.release()
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == 0
+
+
 async def test_broken_stream_releases_connection(other: tuple[Other, Address]) -> None:
     _, address = other
     peers = await client(address, Wire(10 * MB))

@@ -1,5 +1,6 @@
 """Payloads of calls and their results, without a mesh; tests/e2e/test_python_api.py uses a mesh."""
 
+import errno
 import importlib
 import json
 import multiprocessing
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import mesh
@@ -47,6 +49,31 @@ def test_empty_directories_of_the_working_directory_are_packed(tmp_path: Path) -
     (tmp_path / "project" / "data.txt").write_text("x")
     pack(Call(len, "x"), tmp_path / "packed", tmp_path / "project", "pickle")
     assert (tmp_path / "packed" / "logs").is_dir() and (tmp_path / "packed" / "data.txt").is_file()
+
+
+@pytest.mark.parametrize("one_file_system", [True, False])
+def test_link_in_the_working_directory_stays_a_link(
+    one_file_system: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*paths: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if not one_file_system:
+        monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "data.txt").write_text("x")
+    (tmp_path / "project" / "last").symlink_to("data.txt")
+    pack(Call(len, "x"), tmp_path / "packed", tmp_path / "project", "pickle")
+    assert (tmp_path / "packed" / "last").readlink() == Path("data.txt")
+
+
+def test_packing_leaves_the_pickling_of_modules_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_steps.py").write_text("def f(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    steps = importlib.import_module("their_steps")
+    before = cloudpickle.list_registry_pickle_by_value()
+    pack(Call(steps.f), tmp_path / "packed", None, "pickle")
+    assert cloudpickle.list_registry_pickle_by_value() == before
 
 
 def run(call: Call, where: Path, monkeypatch: pytest.MonkeyPatch) -> int:
