@@ -196,6 +196,17 @@ async def test_timed_pause_ends_after_restart_too(tmp_path: Path) -> None:
         await lending.set_paused(True, "0", 60.0)
 
 
+@pytest.mark.parametrize("until_unix", [0, 2**40])
+async def test_pause_without_an_end_or_before_it_goes_on(until_unix: int, tmp_path: Path) -> None:
+    inventory, said = lender(), list[str]()
+    inventory.lending = Lending(lending=True, paused=True, until_unix=until_unix)
+    looking = asyncio.create_task(lending_of(inventory, tmp_path).end_pauses(said.append))
+    await asyncio.sleep(0)  # its first look
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+    assert inventory.lending.paused and not said
+
+
 def test_light_graphics_is_not_presence() -> None:
     assert works(GpuProcess(1, 100)) and works(GpuProcess(1, 100, 0.0))
     assert not works(GpuProcess(1, 100, 3.0, computes=False)) and not works(GpuProcess(1, 100, None, computes=False))
