@@ -172,9 +172,7 @@ def reserved(need_bytes_s: float, link_bps: float) -> float:
 
 def worth(given_bps: float, wanted_bps: float, link_bps: float) -> bool:
     """Return whether to change the classes: not for small changes, but at once when the need ends."""
-    if wanted_bps == given_bps:
-        return False
-    return wanted_bps == 0 or not given_bps or abs(wanted_bps - given_bps) > STEP * min(given_bps, link_bps)
+    return abs(wanted_bps - given_bps) > STEP * min(given_bps, link_bps)
 
 
 def _class(verb: str, device: str, parent: str, band: Band, rate_bps: float, ceil_bps: float) -> Command:

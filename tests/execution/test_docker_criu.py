@@ -12,7 +12,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.execution.docker.checkpoint import IMAGES, MADE, Made, copy, dump, made_of, reason, restore
+from mesh.execution.docker.checkpoint import IMAGES, MADE, MAX_MADE_BYTES, Made, copy, dump, made_of, reason, restore
 from mesh.execution.docker.criu import (
     Facts,
     Probe,
@@ -216,6 +216,15 @@ def test_dump_description_decodes_or_raises(tmp_path_factory: pytest.TempPathFac
         assert isinstance(made_of(directory), Made)
     except EngineError as error:
         assert "not a system checkpoint" in str(error)
+
+
+def test_dump_description_is_read_to_its_bound_only(tmp_path: Path) -> None:
+    written = msgspec.json.encode(Made("sha256:1", "linux"))
+    (tmp_path / MADE).write_bytes(written.ljust(MAX_MADE_BYTES))
+    assert made_of(tmp_path) == Made("sha256:1", "linux")
+    (tmp_path / MADE).write_bytes(written[:-1].ljust(MAX_MADE_BYTES) + written[-1:])
+    with pytest.raises(EngineError, match="not a system checkpoint"):
+        made_of(tmp_path)
 
 
 def test_restore_copies_regular_files_only(tmp_path: Path) -> None:

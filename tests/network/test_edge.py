@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mesh.network import bpf
-from mesh.network.device import DeviceLock
+from mesh.network import bpf, tc
+from mesh.network.device import Device, DeviceLock
 from mesh.network.edge import Edge
 from mesh.network.shaping import BULK, GUEST, HOST, URGENT
 from mesh.network.switch import GUESTS, MIGRATION, Switch
@@ -292,6 +292,23 @@ def test_lock_of_a_file_that_its_holder_has_just_removed_is_none(
         DeviceLock(tmp_path, UP)
     lock.release()
     DeviceLock(tmp_path, UP).release()
+
+
+def test_queue_that_is_gone_is_not_asked_again_before_it_is_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(commands: object) -> None:
+        raise EdgeError("no such class")
+
+    nothing: Any = None
+    edge = Edge(tmp_path / "run" / "node")
+    edge._device = Device(UP, 0.0, tmp_path, nothing)
+    edge._device.link_bps = 1e9
+    monkeypatch.setattr(tc, "do", fail)
+    assert edge.needs(1e6)
+    with pytest.raises(EdgeError, match="no such class"):
+        edge.give(1e6)
+    assert not edge.needs(1e6) and edge.state().reserved_mbps == 0
 
 
 def test_two_edges_on_one_machine_are_independent(wires: Wires, edges: Make, tmp_path: Path) -> None:
