@@ -1,14 +1,17 @@
 """The node's guard, and its reports when there can be none."""
 
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import pytest
 
 from cuda_guard.build import BuildError, find_compiler
+from cuda_guard.page import AUDITS
 from mesh.execution.engine import EngineError, Launch
 from mesh.gpus.guard import NodeGuard, page_directory
 from placement.advert import Portion
@@ -106,6 +109,42 @@ async def test_unknown_call_is_named_once(driver: Path, tmp_path: Path) -> None:
             ["cuMemAllocNext"],
             [],
         ) and tenant.unguarded_calls() == ["cuMemAllocNext"]
+
+
+async def test_calls_that_a_job_invents_are_named_to_a_bound(driver: Path, tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        tenant = watched.guard.admit(launch(SHARE), own_root=False)
+        assert tenant is not None
+        page, named = tenant.guarded.pages.job, list[str]()
+        for look in range(3):
+            for slot in range(AUDITS):
+                page.audit[slot].value = b"cuInvented%d_%d" % (look, slot)
+            page.audits = AUDITS
+            named += tenant.new_unguarded_calls()
+        assert len(named) == AUDITS
+
+
+async def test_spoilt_page_is_a_finding_that_proves(driver: Path, tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        tenant = watched.guard.admit(launch(SHARE), own_root=False)
+        assert tenant is not None and tenant.spoilt_page() is None
+        os.truncate(tenant.guarded.pages.directory / "job", 1 << 20)
+        found = tenant.spoilt_page()
+        assert found is not None and found.proves and "length" in found.detail and tenant.spoilt_page() is None
+        tenant.guarded.lock_flooded = True
+        found = tenant.spoilt_page()
+        assert found is not None and found.proves and "locks" in found.detail
+        tenant.release()
+        assert tenant.spoilt_page() is None
+
+
+async def test_job_without_a_memory_request_pins_what_one_job_may_have(driver: Path, tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        watched.guard._pinned_mib = 4096
+        for asked_mib, pinned_mib in ((None, 4096), (512, 512)):
+            asked = msgspec.structs.replace(launch(WHOLE), memory_mib=asked_mib)
+            tenant = watched.guard.admit(asked, own_root=False)
+            assert tenant is not None and tenant.guarded.pages.policy.host_limit == pinned_mib << 20
 
 
 async def test_calls_of_newer_driver_are_named(driver: Path, tmp_path: Path) -> None:
