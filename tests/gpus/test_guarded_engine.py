@@ -164,13 +164,24 @@ async def test_gate_follows_lease(lab: Lab) -> None:
         await lab.beyond(steps + 3)
 
 
-async def test_kill_closes_gate_first(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+async def test_kill_closes_gate_first(
+    lab: Lab, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO")
     await lab.program(LAUNCHES)
     await lab.beyond(3)
+    inner, (tenant,), closed = lab.guests[-1]._guest, lab.watched.guard.tenants, list[bool]()  # type: ignore[attr-defined]
+    end = inner.kill
+
+    async def kill() -> None:
+        closed.append(tenant.gate_closed)
+        await end()
+
+    monkeypatch.setattr(inner, "kill", kill)
     async with asyncio.timeout(WAIT_S):
         await lab.guests[-1].kill()
         await lab.guests[-1].kill()  # again is no error
+    assert closed == [True, True]
     said = [message for message in caplog.messages if message.startswith("job jjjjjjjj: ")]
     assert re.fullmatch(r"job j{8}: GPU gate closed in \d+ µs: it is killed", said[0])
     assert (

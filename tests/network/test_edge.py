@@ -14,6 +14,7 @@ import pytest
 from mesh.network import bpf, tc
 from mesh.network.device import Device, DeviceLock
 from mesh.network.edge import Edge
+from mesh.network.hooks import Hooks
 from mesh.network.shaping import BULK, GUEST, HOST, URGENT
 from mesh.network.switch import GUESTS, MIGRATION, Switch
 from mesh.network.tc import EdgeError
@@ -79,6 +80,19 @@ def test_guest_attached_during_cut_is_cut(wires: Wires, edges: Make) -> None:
         edge.restore(GUESTS)
         (after,) = out.say()
         assert out.heard(after) == [after]
+
+
+def test_guest_that_cannot_be_attached_is_not_half_attached(
+    wires: Wires, edges: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(hooks: Hooks, qdiscs: object) -> None:
+        raise EdgeError("no hooks")
+
+    edge = edges()
+    monkeypatch.setattr(Hooks, "put", fail)
+    with pytest.raises(EdgeError, match="no hooks"):
+        edge.attach("g0")
+    assert edge.state().attached == ()
 
 
 def test_interface_that_is_not_there_is_refused(edges: Make) -> None:
