@@ -1,5 +1,6 @@
 """Findings of the doctor from observations. tests/netns runs the doctor on broken networks."""
 
+import fcntl
 import socket
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from membership.identity import Identity, format_id
 from membership.trust import found_mesh
 from mesh.cli.doctor import Facts, Finding, Port, diagnose
 from mesh.cli.nodes import edge_text
+from mesh.daemon import leftovers
 from mesh.daemon.layout import Layout, save_membership
 from mesh.daemon.leftovers import Leftovers, find
 from mesh.daemon.stack import Stack
@@ -19,6 +21,7 @@ from mesh.execution.apptainer.engine import NOT_INSTALLED
 from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.network.edge import EdgeState
 from mesh.network.egress import tag_of
+from mesh.util.errors import MeshError
 from tests.chains import admitted
 from tests.container_images import import_busybox
 from tests.dockerd import client_of, dockerd
@@ -185,6 +188,15 @@ def test_doctor_json_is_versioned(tmp_path: Path) -> None:
     assert '"schema": 1' in mesh(tmp_path / "x", "doctor", "--json").stdout
     with pytest.raises(AssertionError):
         read(tmp_path / "x", "doctor")
+
+
+def test_nothing_is_removed_while_a_daemon_has_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Layout(tmp_path)
+    monkeypatch.setattr(leftovers, "find", lambda where: pytest.fail("it looks"))
+    with where.lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(MeshError, match="a daemon starts or ends"):
+            leftovers.remove(where)
 
 
 @pytest.mark.dockerd
