@@ -2,13 +2,15 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from membership.identity import NodeId
 from mesh.images import fetcher as fetcher_module
 from mesh.images.blobs import PIECE_BYTES, BlobStore, FetchFailed
 from mesh.images.fetcher import BlobFetcher, Origin
@@ -141,12 +143,22 @@ async def test_two_liars_among_three_are_found(world: World, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("length", [1, len(LAYERS[0]) - 1, len(LAYERS[0]) + 10 * PIECE_BYTES])
-async def test_nodes_that_give_another_length_keep_no_blob_away(world: World, length: int) -> None:
+async def test_nodes_that_give_another_length_keep_no_blob_away(
+    world: World, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetcher = await world.fetcher(a="", b="", c="")
     await world.brings(fetcher, MANIFEST)
     world.lengths = {A: length, C: length}
+    gather, asked = fetcher._gather, list[tuple[int | None, NodeId]]()
+
+    async def recorded(digest: bytes, blob: Any, size: int | None, sources: Sequence[NodeId]) -> None:
+        asked.extend((size, node) for node in sources)
+        await gather(digest, blob, size, sources)
+
+    monkeypatch.setattr(fetcher, "_gather", recorded)
     await world.brings(fetcher, MANIFEST, LAYERS[0])
     assert B not in world.blamed
+    assert set(asked) <= {(length, A), (length, C), (len(LAYERS[0]), B)}, "lengths of different nodes are not mixed"
 
 
 async def test_fetch_from_liars_only_fails(world: World) -> None:
