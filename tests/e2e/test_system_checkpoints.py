@@ -9,7 +9,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from mesh.daemon.stack import Stack
+from mesh.daemon.stack import Stack, StackNode
 from tests.container_images import import_busybox, import_python
 from tests.dockerd import dockerd
 from tests.e2e.commands import WAIT_S, finished, job_state, ok, read, until
@@ -128,14 +128,19 @@ def two_stores(tmp_path: Path) -> Iterator[tuple[Stack, str]]:
         target.close()
 
 
+def _system(node: StackNode) -> dict[str, str]:
+    found: dict[str, str] = read(node, "status")["engines"]["docker"]["system"]
+    return found
+
+
 @pytest.mark.e2e
 @pytest.mark.podman_criu
 @pytest.mark.timeout(1500)
 def test_python_program_moves_between_two_podmans_bit_for_bit(two_stores: tuple[Stack, str], tmp_path: Path) -> None:
     stack, image = two_stores
     one, _ = stack.nodes
-    system = read(one, "status")["engines"]["docker"]["system"]
-    assert "Podman" in system["platform"] and "CRIU" in system["platform"], system
+    for node in stack.nodes:
+        until(lambda node=node: "Podman" in _system(node)["platform"], "Podman to be offered", 5 * WAIT_S)
     options = ("--no-workdir", "--image", image, "--memory", "256M", "--ckpt-mode", "system", "--ckpt-every", "10s")
     program = ("python3", "-c", MEMORY_PROGRAM, "/dev/shm", "/tmp", "0.2")
     job = ok(one, "submit", *options, "--", *program).strip()
