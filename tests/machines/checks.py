@@ -55,7 +55,12 @@ UNPACKED = {  # Apptainer with an unpacked image, of an ordinary user
     "limits": (f"{ENGINES}::test_only_the_guest_over_memory_limit_ends[apptainer]",),
     "network": (f"{APPTAINER}::test_guest_cannot_reach_the_machine",),
 }
-SAVED = {"saved": ("tests/e2e/test_system_checkpoints.py::test_python_program_moves_between_two_podmans_bit_for_bit",)}
+SAVED = {
+    "saved": (
+        "tests/execution/test_podman_criu.py::test_saved_guest_continues_in_another_podman",
+        "tests/e2e/test_system_checkpoints.py::test_python_program_moves_between_two_podmans_bit_for_bit",
+    )
+}
 STEPS = 300
 COUNT = """
 n=0; if [ -n "$MESH_RESUME" ]; then n=$(cat $MESH_RESUME/n); echo "resumed at $n"; fi
