@@ -163,8 +163,9 @@ class DockerEngine:
         if self._socket is None:
             self._socket = EngineSocket(path)
         if self._watchdog is None:
-            podman = self._traits.name == "Podman"
-            self._watchdog = await Watchdog.start(path, self._labels[LABEL_RUN], self._switch.register, podman)
+            self._watchdog = await Watchdog.start(
+                path, self._labels[LABEL_RUN], self._switch.register, self._traits.is_podman
+            )
         self._answers = True
 
     async def start(self, launch: Launch) -> Guest:
@@ -190,7 +191,7 @@ class DockerEngine:
                     entry = await self._call(lambda: self._begin(container, network, launch, key, entry))
                 else:
                     entry = await apart(lambda: self._begin(container, network, launch, key, entry), "restore")
-                    if self._traits.name == "Podman":  # the first output was of what was stopped for the restore
+                    if self._traits.is_podman:  # the first output was of what was stopped for the restore
                         output.close()
                         output = await self._socket.attach(container.id)
             except BaseException:
@@ -302,7 +303,7 @@ class DockerEngine:
         try:
             if launch.dump is None:
                 container.start()
-            elif self._traits.name == "Podman":
+            elif self._traits.is_podman:
                 podman_checkpoint.restore(container, Path(launch.dump))
             else:
                 checkpoint.restore(container, Path(launch.dump), Path(self._traits.root))
@@ -557,8 +558,8 @@ class DockerGuest:
                 turn.enter_context(self._watchdog.freeze_lock.own(self._container.id, 2 * DOUBT_S))
             except TimeoutError as error:
                 raise EngineError("its container engine has not answered reliably lately") from error
-            podman = self._engine._traits.name == "Podman"
-            (podman_checkpoint if podman else checkpoint).dump(self._container, directory, made)
+            engine = podman_checkpoint if self._engine._traits.is_podman else checkpoint
+            engine.dump(self._container, directory, made)
 
     def _is_paused(self) -> bool:
         try:

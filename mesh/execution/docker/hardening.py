@@ -59,6 +59,10 @@ class Traits(msgspec.Struct, frozen=True):
     runtime: str = ""
     problem: str = ""
 
+    @property
+    def is_podman(self) -> bool:
+        return self.name == "Podman"
+
 
 def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Traits, path: str = PATH) -> dict[str, Any]:
     """Return the arguments of the SDK's `containers.create`.
@@ -104,7 +108,7 @@ def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Trai
         "init": traits.init and not launch.system,  # Debian's is a link, and CRIU would mount the link
         "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the only copy
     }
-    if traits.name != "Podman":  # which sets other limits with it, and may not be allowed those (4.3: open files)
+    if not traits.is_podman:  # which sets other limits with it, and may not be allowed those (4.3: open files)
         limits = {"core": core_limit(), **{ULIMITS[kind]: most for kind, most in user_limits().items()}}
         chosen["ulimits"] = [docker.types.Ulimit(name=name, soft=most, hard=most) for name, most in limits.items()]
     if launch.memory_mib is not None:
@@ -228,7 +232,7 @@ def _devices(uuids: tuple[str, ...], traits: Traits) -> list[Any]:
     if not uuids:
         return []
     names = [CDI_KIND + uuid for uuid in uuids]
-    if traits.name == "Podman" or traits.cdi.issuperset(names):
+    if traits.is_podman or traits.cdi.issuperset(names):
         return [docker.types.DeviceRequest(driver=CDI, device_ids=names)]
     return [docker.types.DeviceRequest(device_ids=list(uuids), capabilities=[["gpu", "compute", "utility"]])]
 
