@@ -312,7 +312,7 @@ async def until_true(ready: object) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize(("head", "found"), [(os.getpid(), {os.getpid()}), (1 << 30, set())])
+@pytest.mark.parametrize(("head", "found"), [(os.getpid(), {os.getpid()}), (1 << 30, set())], ids=["alive", "gone"])
 async def test_process_outside_of_the_container_is_not_of_its_session(head: int, found: set[int]) -> None:
     """The engine tells a process id, which another program of this machine may have by now."""
 
