@@ -20,6 +20,7 @@ from tests.e2e.test_data import row
 from tests.e2e.test_kill_points import KILLED_S
 from tests.e2e.test_secrets import found_in
 from tests.kill_points import killed_before
+from tests.tiers import FRAMEWORKS_PYTHON
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture
 def lenders(tmp_path: Path) -> Iterator[Stack]:
     """Three nodes of three users: only those of bob and carol lend."""
-    overrides = {"slots": 2, "process_engine_for": "all", "process_sees": [str(tmp_path)]}
+    sees = [str(path) for path in (tmp_path, FRAMEWORKS_PYTHON.parents[1]) if path.exists()]
+    overrides = {"slots": 2, "process_engine_for": "all", "process_sees": sees}
     with Stack(3, overrides=overrides) as stack:
         stack.found()
         owner, *others = stack.nodes
