@@ -66,7 +66,7 @@ class _Open(msgspec.Struct):
 
 
 class _Partial(msgspec.Struct):
-    """What a partial source has said that it has, the questions in a row that were in vain, and whether one is out."""
+    """`has`: the chunks that a partial source reported; `vain`: questions in a row without news; `asked`: one is open."""
 
     has: set[bytes]
     vain: int = -1  # the first question is asked at once
@@ -96,9 +96,9 @@ class Fetch:
         self._rates: dict[bytes, float] = {}
         self._partial: dict[bytes, _Partial] = {}
         starts = accumulate(missing.values(), initial=0)
-        self._windows = {
-            one: start // WINDOW_BYTES if awaited else 0 for one, start in zip(missing, starts, strict=False)
-        }
+        self._windows = (
+            {one: start // WINDOW_BYTES for one, start in zip(missing, starts, strict=False)} if awaited else {}
+        )
         self._rng = rng
         self._copies = Counter[bytes]()  # of a chunk, at partial sources
         self.dropped: dict[bytes, str] = {}
@@ -133,7 +133,7 @@ class Fetch:
         return self._assign(now)
 
     def _sort(self) -> None:
-        self._queue.sort(key=lambda identity: (self._windows[identity], self._copies[identity]))
+        self._queue.sort(key=lambda identity: (self._windows.get(identity, 0), self._copies[identity]))
 
     def arrived(self, source: bytes, ids: Iterable[bytes], now: float) -> list[Action]:
         """Handle an answer with these chunks; a source that sent fewer than requested is dropped."""
@@ -210,8 +210,11 @@ class Fetch:
             if taken and size > budget:
                 break
             taken.append(identity)
-        gone = set(taken)
-        self._queue = [identity for identity in self._queue if identity not in gone]
+        if partial is None:
+            del self._queue[: len(taken)]
+        else:
+            gone = set(taken)
+            self._queue = [identity for identity in self._queue if identity not in gone]
         return taken
 
     def _again(self, source: bytes, now: float) -> list[bytes]:

@@ -121,7 +121,7 @@ class DataFetcher:
         return found[1].words if found is not None and not found[0].task.done() else ""
 
     def coming(self) -> list[bytes]:
-        """Return the large data sets that are being fetched, of which this node gives on what has come."""
+        """Return the large data sets that this node is fetching, and whose chunks it already gives to others."""
         return sorted(
             identity
             for identity, (shared, progress) in self._fetches.items()

@@ -108,7 +108,7 @@ class OwnCopy(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What a new version of a cache is made from: the newest one, even if that says that the cache is removed."""
+    """A cache to sign. `before`: the newest version that its new one was made from; it may be the cache's removal."""
 
     before: bytes | None
 
@@ -211,10 +211,11 @@ class DataLibrary:
             for identity in self.holdings.held - self.holdings.damaged
             for manifest in (self.directory.known[identity],)
         ]
-        body = encode_announced(sorted(rows, key=lambda held: (-held.number, held.id)), self.fetcher.coming())
+        coming = self.fetcher.coming()
+        body = encode_announced(sorted(rows, key=lambda held: (-held.number, held.id)), coming)
         now = time.monotonic()
         if body != self._announced or now - self._announced_at > ANNOUNCE_TTL_S / 4:
-            if self._announced or rows or self.fetcher.coming():
+            if self._announced or rows or coming:
                 self._membership.publish(SECTION, body, ANNOUNCE_TTL_S)
             self._announced, self._announced_at = body, now
             self._changed()

@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 MAX_READERS = 256  # own choice
 MAX_SEALED = 64 * 1024  # a sealed manifest with 256 readers and its signer's certificates has less
 MAX_ANNOUNCED = 96  # data sets that one node announces: a section holds 16 KiB
-MAX_COMING = 8  # data sets of which one node announces that it fetches them (own choice)
+MAX_COMING = 8  # data sets that one node announces it is fetching (own choice)
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")  # lower case, so that no two differ in case alone
 OWNED = re.compile(r"[A-Za-z0-9_.@+-]{1,64}/" + NAME.pattern)
 
@@ -104,7 +104,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node says of data sets. `coming`: the ids of those that it fetches, and gives on as far as they have come."""
+    """The data sets that a node announces. `coming`: ids of those that it is fetching; it gives others the chunks it has."""
 
     sets: Annotated[tuple[Held, ...], msgspec.Meta(max_length=MAX_ANNOUNCED)] = ()
     coming: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_COMING)] = ()

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from mesh.daemon.stack import Stack, StackNode  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
+from tests.e2e.commands import metric  # noqa: E402
 
 MIB = 1 << 20
 FILE_BYTES = 8 * MIB  # of a large file
@@ -35,6 +36,7 @@ CHANGED = 0.01
 ADD_GOAL, AGAIN_GOAL, SMALL_GOAL, FETCH_GOAL, MEMORY_GOAL_MIB = 1.0, 0.1, 1.2, 0.9, 150.0
 HOLDERS = 3
 SWARM, SWARM_MBPS = 4, 200.0  # nodes that fetch at once, and what each node sends at most
+SENT = "mesh_transfer_sent_bytes_total"
 SWARM_GOAL = 1.5  # times as long as one node alone would take (own choice)
 PARTS = ("add", "small", "fetch", "swarm", "stream", "cache", "memory")
 BATCH, WORKERS = 32, 4  # records of 1 MiB in a batch, and threads that read them, as data loaders do
@@ -259,9 +261,9 @@ def measure_swarm(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]
         for node in others:
             wait_known(node, 1)
         for number in range(options.rounds):
-            before = sent_bytes(holder)
+            before = metric(holder, SENT)
             ours.append(timed(lambda: pin_at_once(others), on))
-            copies.append((sent_bytes(holder) - before) / (options.gib * 1024 * MIB))
+            copies.append((metric(holder, SENT) - before) / (options.gib * 1024 * MIB))
             for node in others:
                 mesh(node, "data", "pin", "--off", "set")
                 mesh(node, "data", "rm", "--here", "--force", "set")
@@ -288,11 +290,6 @@ def pin_at_once(nodes: Sequence[StackNode]) -> None:
         raise SystemExit("a node could not fetch the data set")
 
 
-def sent_bytes(node: StackNode) -> float:
-    lines = node.client.read("/metrics").decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("mesh_transfer_sent_bytes_total"))
-
-
 TRACKER = """
 import socket, sys
 from urllib.parse import parse_qs
@@ -302,6 +299,7 @@ peers = set()
 
 async def announce(request):
     port = int(parse_qs(request.query_string, encoding="latin-1")["port"][0])
+    print("heard", flush=True)
     peers.add(socket.inet_aton("127.0.0.1") + port.to_bytes(2, "big"))
     known = b"".join(sorted(peers))
     return web.Response(body=b"d8:intervali1e5:peers%d:%se" % (len(known), known))
@@ -349,8 +347,7 @@ def fetch_by_bittorrent(source: Path, on: Path) -> float:
         words += [f"--max-overall-upload-limit={round(SWARM_MBPS * 1e6 / 8)}"]
         clients = [subprocess.Popen([*words, "-d", source.parent, "--listen-port=26881", file])]
         try:
-            hashed = sum(path.stat().st_size for path in source.iterdir()) / 200e6
-            time.sleep(1 + hashed)  # the first one reads and hashes what it has
+            tracker.stdout.readline()  # the first one has hashed what it has, and says that it is there
             begun = time.perf_counter()
             for number in range(SWARM):
                 (on / str(number)).mkdir()

@@ -19,6 +19,7 @@ from tests.bench.harness import interleave, not_run, row, save
 from tests.container_images import layered_image
 from tests.docker_registry import docker_registry
 from tests.dockerd import client_of, dockerd
+from tests.e2e.commands import metric
 
 LAYERS, LAYER_BYTES = (
     3,
@@ -143,10 +144,7 @@ def blobs(node: StackNode) -> dict[str, int]:
 
 def received(node: StackNode) -> int:
     """Return the bytes of images that a node has got from others."""
-    for line in node.client.read("/metrics").decode().splitlines():
-        if line.startswith("mesh_image_received_bytes_total "):
-            return int(float(line.split()[1]))
-    raise AssertionError("the daemon does not count them")
+    return int(metric(node, "mesh_image_received_bytes_total"))
 
 
 def main() -> None:

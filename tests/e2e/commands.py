@@ -110,6 +110,14 @@ def until(ready: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any
         time.sleep(0.1)
 
 
+def metric(node: StackNode, name: str) -> float:
+    """Return the sum of a metric's samples, of which there must be some."""
+    lines = node.client.read("/metrics").decode().splitlines()
+    found = [float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+    assert found, f"the daemon has no metric {name}"
+    return sum(found)
+
+
 UNHEARD: dict[str, Any] = {
     "state": "",
     "detail": "",

@@ -1,14 +1,11 @@
 """Caches of the real Hugging Face hub, PyTorch, pip and uv: a second job on another node downloads nothing."""
 
 import hashlib
-import io
 import json
 import subprocess
 import sys
 import threading
-import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 from mesh.daemon.stack import Stack
 from tests.e2e.test_caches import lenders, run
 from tests.tiers import FRAMEWORKS_PYTHON
+from tests.wheels import make_wheel
 
 pytestmark = pytest.mark.e2e
 __all__ = ["lenders"]  # a fixture
@@ -68,8 +66,8 @@ class Page(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@contextmanager
-def served() -> Iterator[Site]:
+@pytest.fixture
+def site() -> Iterator[Site]:
     with Site() as site:
         thread = threading.Thread(target=site.serve_forever)
         thread.start()
@@ -78,12 +76,6 @@ def served() -> Iterator[Site]:
         finally:
             site.shutdown()
             thread.join()
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with served() as site:
-        yield site
 
 
 def put_model(site: Site, revision: str, weights: bytes) -> None:
@@ -146,39 +138,28 @@ def test_weights_of_torch_hub_are_downloaded_once(lenders: Stack, site: Site, tm
         assert "w [0, 1, 2]" in done["log"] and site.taken() == sent, done
 
 
-def put_package(site: Site) -> str:
-    """Put a wheel into an index; return its path."""
-    about, wheel = "tiny-1.0.dist-info", "/files/tiny-1.0-py3-none-any.whl"
-    files = {
-        "tiny.py": "said = 'hello'\n",
-        f"{about}/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
-        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = "".join(f"{name},,\n" for name in (*files, f"{about}/RECORD"))
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        for name, text in {**files, f"{about}/RECORD": record}.items():
-            archive.writestr(name, text)
-    site.pages[wheel] = packed.getvalue()
-    digest = hashlib.sha256(packed.getvalue()).hexdigest()
-    link = f'<a href="{wheel}#sha256={digest}">{wheel.rpartition("/")[2]}</a>'
-    site.pages["/simple/tiny/"] = f"<!DOCTYPE html><html><body>{link}</body></html>".encode()
-    site.headers[wheel] = {"Cache-Control": "max-age=365000000, immutable, public"}
-    return wheel
+def put_package(site: Site, wheel: Path) -> str:
+    """Put a wheel of tinypkg into an index; return its path there."""
+    data, path = wheel.read_bytes(), f"/files/{wheel.name}"
+    link = f'<a href="{path}#sha256={hashlib.sha256(data).hexdigest()}">{wheel.name}</a>'
+    site.pages[path] = data
+    site.pages["/simple/tinypkg/"] = f"<!DOCTYPE html><html><body>{link}</body></html>".encode()
+    site.headers[path] = {"Cache-Control": "max-age=365000000, immutable, public"}
+    return path
 
 
 @pytest.mark.parametrize("program", ["pip", "uv"])
-def test_package_is_downloaded_once(lenders: Stack, site: Site, program: str) -> None:
-    owner, wheel = lenders.nodes[0], put_package(site)
+def test_package_is_downloaded_once(lenders: Stack, site: Site, tmp_path: Path, program: str) -> None:
+    owner, wheel = lenders.nodes[0], put_package(site, make_wheel(tmp_path, "1.0.7"))
     words = {
         "pip": f"PIP_CONFIG_FILE=/dev/null {sys.executable} -m pip install --trusted-host {site.url[7:]}",
         "uv": f"{Path(sys.executable).parent / 'uv'} pip install --no-config --python {sys.executable}",
     }[program]
     script = (
-        f"{words} --target lib --index-url {site.url}/simple/ tiny; "
-        f"PYTHONPATH=lib exec {sys.executable} -c 'import tiny; print(\"it says\", tiny.said)'"
+        f"{words} --target lib --index-url {site.url}/simple/ tinypkg; "
+        f"PYTHONPATH=lib exec {sys.executable} -c 'import tinypkg; print(\"it says\", tinypkg.VERSION)'"
     )
     for node, sent in (("bob", {wheel}), ("carol", set[str]())):
         done = run(owner, script, "--on", node, cache=program)
-        assert "it says hello" in done["log"], done
+        assert "it says 1.0.7" in done["log"], done
         assert {path for path in site.taken() if path == wheel} == sent, done

@@ -24,7 +24,7 @@ from mesh.util.redaction import spellings
 from tests.chains import admitted
 from tests.container_images import layered_image
 from tests.dockerd import client_of, dockerd
-from tests.e2e.commands import finished, mesh, ok, read, send, start, until
+from tests.e2e.commands import finished, mesh, metric, ok, read, send, start, until
 from tests.e2e.test_secrets import arguments_of_all, found_in
 
 pytestmark = pytest.mark.e2e
@@ -118,15 +118,10 @@ def test_nodes_that_fetch_at_once_give_each_other_what_they_have(
         until(lambda node=node: row(node, f"{user}/large"), "the others to know it")
     fetches = [start(node, "data", "pin", "large") for node in others]
     assert [fetch.wait(300) for fetch in fetches] == [0, 0]
-    sent = [sent_bytes(node) for node in (one, *others)]
+    sent = [metric(node, "mesh_transfer_sent_bytes_total") for node in (one, *others)]
     assert sum(sent) >= 2 * size and sum(sent[1:]) > size / 10, sent
     for node in others:
         assert "all are good" in ok(node, "data", "verify", "large")
-
-
-def sent_bytes(node: StackNode) -> float:
-    lines = node.client.read("/metrics").decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("mesh_transfer_sent_bytes_total"))
 
 
 def damage(node: StackNode) -> None:

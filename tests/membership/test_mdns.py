@@ -1,4 +1,4 @@
-"""What a node takes from the mDNS announcements on its network, which anybody may make."""
+"""Which mDNS announcements a node accepts. Anybody on its network can send them."""
 
 from types import SimpleNamespace
 from typing import Any

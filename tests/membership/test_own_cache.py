@@ -32,7 +32,7 @@ def test_nobody_else_enters_it(base: Path, there: bool) -> None:
 
 
 def test_directory_of_another_user_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a shared base, whoever comes first makes it; and a link leads to what may be replaced."""
+    """In a shared base directory, another user can create it first, or put a link there."""
     own_cache("guard")
     with monkeypatch.context() as other:
         other.setattr(os, "geteuid", lambda: (base / "mesh").stat().st_uid + 1)

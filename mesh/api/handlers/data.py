@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -43,6 +43,8 @@ RUNS_S, MOST_RUNS = (
 )  # for which a witness group's word about a runner counts, and words remembered (own choice)
 KEY_CALLS_PER_S = 4.0  # of one node, 32 at once: it keeps what it gets (own choice)
 MIB = 1 << 20
+
+T = TypeVar("T")
 
 
 class DataHandlers:
@@ -388,8 +390,8 @@ class DataProvider:
         self._library.pull(identity, manifest)
         return web.Response(body=b"fetching")
 
-    async def _reader(self, request: web.Request) -> tuple[Credentials, bytes, bytes]:
-        """Return a caller who may read chunks of a data set that is here, or is coming; with its id, and the body."""
+    async def _order(self, request: web.Request, decode: Callable[[bytes], T]) -> tuple[Credentials, bytes, T]:
+        """Return who asks, the data set's id and the decoded body, if they may read its chunks and it is here or coming."""
         credentials, body = await self._admit(request)
         identity = id_in(request, "id", 32)
         manifest = self._library.directory.known.get(identity)
@@ -398,24 +400,19 @@ class DataProvider:
             raise web.HTTPNotFound(text="this node does not have the data set")
         if not await self._may_read(credentials, identity, request.query.get("job", "")):
             self._refuse(credentials, "chunks", manifest)
-        return credentials, identity, body
+        try:
+            return credentials, identity, decode(body)
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
 
     async def _missing(self, request: web.Request) -> web.Response:
         """Say which of some chunks have not come yet, to a node that fetches the same data set."""
-        _, identity, body = await self._reader(request)
-        try:
-            query = decode_missing_query(body)
-        except ValueError as error:
-            raise web.HTTPBadRequest(text=str(error)) from error
+        _, identity, query = await self._order(request, decode_missing_query)
         missing = await asyncio.to_thread(self._library.holdings.store.lacks, identity, query.ids)
         return web.Response(body=encode_ids(missing))
 
     async def _chunks(self, request: web.Request) -> web.StreamResponse:
-        credentials, identity, body = await self._reader(request)
-        try:
-            order = decode_chunk_request(body)
-        except ValueError as error:
-            raise web.HTTPBadRequest(text=str(error)) from error
+        credentials, identity, order = await self._order(request, decode_chunk_request)
         try:
             if not await asyncio.to_thread(self._library.holdings.store.belongs, identity, order.ids):
                 raise web.HTTPForbidden(text="these are not chunks of the data set")

@@ -153,9 +153,7 @@ class Delivery:
         ended = {job: status.outcome for job, status in found if status is not None and status.outcome is not None}
         now = time.monotonic()
         due = [job for job in ended if self._again.is_due(job, now) and self._asked.is_due(job, now)]
-        due.sort(
-            key=lambda job: (self._again.failures(job) + self._asked.failures(job), -ended[job].ended_unix_ms),
-        )
+        due.sort(key=lambda job: (self._again.failures(job) + self._asked.failures(job), -ended[job].ended_unix_ms))
         for job in due[: DELIVERED_AT_ONCE - len(self._delivering)]:
             work = self._deliver(job, self._wanted[job])
             self._delivering[job] = asyncio.create_task(work, name=f"deliver {self.kind} of {format_job(job)[:8]}")
