@@ -202,6 +202,23 @@ def test_podman_is_not_asked_where_the_group_can_be_frozen(
     assert asked == [False], "the engine can do what this process may not"
 
 
+def test_slow_freeze_is_undone_by_a_renewed_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine refuses to pause, and the kernel has not frozen the group when the lease is renewed."""
+    container, state = "c" * 64, tmp_path / "freezer.state"
+    state.write_text("THAWED")
+    leases = watchdog.Leases("", None, FreezeLock())
+    monkeypatch.setattr(leases, "_entry", lambda container: entry(groups=(str(tmp_path),)))
+    monkeypatch.setattr(leases, "_ask", lambda container, over: False)
+    monkeypatch.setattr(watchdog.cgroups, "are_frozen", lambda groups: False)
+    for until, wanted in ((1.0, "FROZEN"), (boot_s() + 600, "THAWED")):
+        leases.read(f"until {container} {until}\n".encode())
+        leases.enforce()
+        assert state.read_text() == wanted
+    state.write_text("as it was")
+    leases.enforce()
+    assert state.read_text() == "as it was", "nothing is in doubt any more"
+
+
 async def test_watchdog_that_cannot_start_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "isolated", lambda *asked: ["/does/not/exist"])
     before = os.listdir("/proc/self/fd")  # noqa: PTH208

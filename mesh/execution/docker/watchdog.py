@@ -184,14 +184,14 @@ class Leases:
             if not self._freeze_lock.take(container):
                 again = now + AGAIN_S
                 continue
-            held = self._hold(container, over)
-            if held:
+            if self._hold(container, over):
                 (self._still.add if over else self._still.discard)(container)
-            if container not in self._doubtful:
+            else:
+                self._doubtful.setdefault(container, 0.0)  # the lease may be renewed before the kernel has frozen it
+            if container in self._doubtful:
+                again = now + AGAIN_S
+            else:
                 self._freeze_lock.give(container)
-                if held:
-                    continue
-            again = now + AGAIN_S
         coming = [until for until in self._until.values() if until > now]
         self.alarm.set(min([again, *coming]))
 
@@ -208,10 +208,8 @@ class Leases:
             del self._doubtful[container]
         if by_group:
             return True  # the kernel freezes it in a moment
+        _hold_group(groups, over)
         frozen = cgroups.are_frozen(groups)
-        if frozen is not None and frozen != over:
-            _hold_group(groups, over)
-            frozen = cgroups.are_frozen(groups)
         held = frozen == over if frozen is not None else bool(answered)
         if over and not held and entry is not None and now >= self._silent_since + SILENT_S:
             run([entry])
