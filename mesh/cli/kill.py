@@ -16,7 +16,7 @@ from mesh.api import no_daemon
 from mesh.cli.output import print_json, say
 from mesh.cli.terminal import json_option, layout
 from mesh.daemon.layout import Layout
-from mesh.execution.guest_registry import GuestRegistry
+from mesh.execution.guest_registry import KILLED, GuestRegistry
 from mesh.execution.process_killer import KillResult, run
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.processes import stat_of
@@ -121,7 +121,7 @@ def _kill_guests(where: Layout) -> tuple[list[KillResult], list[str]]:
             f"{error.filename} belongs to another user: run this as the daemon's user", ExitCode.REFUSED
         ) from error
     for key in entries:
-        register.mark_killed(key)
+        register.mark(key, KILLED)
     _cut_network(where)
     return run(entries.values()), problems
 

@@ -17,7 +17,8 @@ from typing import Any
 from mesh.util.cgroups import CRUN_CHILD
 from mesh.util.processes import Process
 
-ENDING, KILLED = ".json", ".killed"  # of an entry; of one whose guest the owner killed without the daemon
+ENDING = ".json"
+KILLED, LAPSED = ".killed", ".lapsed"  # of one whose guest is killed without the daemon: for the owner, for its lease
 # How the path of a control group ends that belongs to one guest.
 OWN_GROUP = re.compile(rf"[0-9a-f]{{16}}[^/]*(/{CRUN_CHILD})?$")
 TEXT_LIMIT, ENTRY_LIMIT = 4096, 1 << 16  # bytes of one field, of one file (own choice)
@@ -61,29 +62,30 @@ class GuestRegistry:
             file.write(json.dumps(asdict(entry)).encode())
         fresh.rename(self.directory / (key + ENDING))
 
-    def drop(self, key: str) -> bool:
-        """Remove an entry; return whether the owner had killed its guest without the daemon."""
-        killed = self.is_killed(key)
-        for ending in (ENDING, KILLED):
+    def drop(self, key: str) -> str:
+        """Remove an entry; return its mark, KILLED or LAPSED, or an empty text."""
+        marked = ""
+        for ending in (ENDING, KILLED, LAPSED):
             with contextlib.suppress(OSError):
-                (self.directory / (key + ending)).unlink(missing_ok=True)
-        return killed
+                (self.directory / (key + ending)).unlink()
+                marked = ending
+        return "" if marked == ENDING else marked
 
     def is_killed(self, key: str) -> bool:
         return (self.directory / (key + KILLED)).exists()
 
-    def mark_killed(self, key: str) -> None:
-        """Record that the owner kills this guest without the daemon. Needs no free disk space."""
+    def mark(self, key: str, mark: str) -> None:
+        """Record that this guest is killed without the daemon, and why: KILLED or LAPSED. Needs no free disk space."""
         with contextlib.suppress(OSError):
-            (self.directory / (key + ENDING)).rename(self.directory / (key + KILLED))
+            (self.directory / (key + ENDING)).rename(self.directory / (key + mark))
 
     def entries(self) -> tuple[dict[str, GuestEntry], list[str]]:
-        """Return all entries of this boot, killed or not, and a text for each file that could not be read."""
+        """Return all entries of this boot, marked or not, and a text for each file that could not be read."""
         found: dict[str, GuestEntry] = {}
         problems: list[str] = []
         paths = sorted(self.directory.glob("*")) if self.directory.is_dir() else []
         for path in paths:
-            if path.suffix in {ENDING, KILLED}:
+            if path.suffix in {ENDING, KILLED, LAPSED}:
                 try:
                     entry = decode_entry(_read(path))
                 except (OSError, BadEntry) as error:

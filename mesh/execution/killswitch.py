@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from mesh.execution.engine import EngineError
-from mesh.execution.guest_registry import GuestEntry, GuestRegistry
+from mesh.execution.guest_registry import KILLED, LAPSED, GuestEntry, GuestRegistry
 from mesh.execution.process_killer import LONGEST_PAUSE_S, PAUSE_S, Grip, GuestKill, KillResult, run
 from mesh.util.cgroups import remove_groups
 
 LINE_LIMIT, CLIENTS = 256, 16  # bytes of an order; clients at a time (own choice)
 SPARES = 4  # descriptors: a client, and what a step of a kill opens at a time
 BY_OWNER = "its owner took the machine back at once"
+WHY = {KILLED: BY_OWNER, LAPSED: "its lease ended, and its container could not be paused"}
 
 log = logging.getLogger(__name__)
 Outcome = concurrent.futures.Future[list[KillResult]]
@@ -175,21 +176,20 @@ class KillSwitch:
             raise EngineError("its owner has taken this machine back")
 
     def remove(self, key: str) -> str:
-        """Remove a guest that has ended; return BY_OWNER if it was killed for the owner, else an empty text.
+        """Remove a guest that has ended; return why this node killed it, or an empty text.
 
         One of which a kill has left something stays, on disk too, until a later kill leaves nothing.
         """
         with self._lock:
-            by_owner = key in self._by_owner
+            why = BY_OWNER if key in self._by_owner else ""
             if key in self._left:
-                return BY_OWNER if by_owner else ""
+                return why
             known = self._guests.pop(key, None)
             self._by_owner.discard(key)
         if known is not None:
             known[1].close()
-        if self.register is not None and self.register.drop(key):
-            by_owner = True
-        return BY_OWNER if by_owner else ""
+        mark = self.register.drop(key) if self.register is not None else ""
+        return why or WHY.get(mark, "")
 
     def kill(self, key: str) -> Outcome:
         """Kill one guest; done at once if it is already gone."""

@@ -15,7 +15,7 @@ from mesh.execution.docker import watchdog
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.docker.freeze_lock import FreezeLock
 from mesh.execution.docker.watchdog import Watchdog
-from mesh.execution.guest_registry import GuestRegistry
+from mesh.execution.guest_registry import LAPSED, GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, KillSwitch
 from mesh.util.boottime import boot_s
 from mesh.util.isolated import isolated
@@ -136,6 +136,7 @@ def test_unpausable_guest_dies_with_lease(tmp_path: Path, bystander: Process, mo
         return not lives(bystander)
 
     wait_until(ended, "it to be ended")
+    assert register.drop("key") == LAPSED, "the daemon learns that the job is not at fault"
 
 
 async def watchdog_of(watchdog: Watchdog, old: int = 0) -> int:
@@ -187,7 +188,7 @@ def test_podman_is_not_asked_where_the_group_can_be_frozen(
     container, state = "c" * 64, tmp_path / "freezer.state"
     state.write_text("THAWED")
     leases, asked = watchdog.Leases("", None, FreezeLock(), podman=True), list[bool]()
-    monkeypatch.setattr(leases, "_entry", lambda container: entry(groups=(str(tmp_path),)))
+    monkeypatch.setattr(leases, "_entry", lambda container: ("key", entry(groups=(str(tmp_path),))))
     monkeypatch.setattr(leases, "_ask", lambda container, over: asked.append(over) or True)
     if slow:
         monkeypatch.setattr(watchdog.cgroups, "are_frozen", lambda groups: False)
@@ -207,9 +208,11 @@ def test_slow_freeze_is_undone_by_a_renewed_lease(tmp_path: Path, monkeypatch: p
     container, state = "c" * 64, tmp_path / "freezer.state"
     state.write_text("THAWED")
     leases = watchdog.Leases("", None, FreezeLock())
-    monkeypatch.setattr(leases, "_entry", lambda container: entry(groups=(str(tmp_path),)))
+    monkeypatch.setattr(leases, "_entry", lambda container: ("key", entry(groups=(str(tmp_path),))))
     monkeypatch.setattr(leases, "_ask", lambda container, over: False)
     monkeypatch.setattr(watchdog.cgroups, "are_frozen", lambda groups: False)
+    monkeypatch.setattr(watchdog, "run", lambda guests: pytest.fail("the kernel freezes it"))
+    leases._silent_since = 0.0
     for until, wanted in ((1.0, "FROZEN"), (boot_s() + 600, "THAWED")):
         leases.read(f"until {container} {until}\n".encode())
         leases.enforce()
@@ -282,7 +285,7 @@ import asyncio, sys
 from pathlib import Path
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.killswitch import open_switch
-from mesh.execution.guest_registry import GuestRegistry
+from mesh.execution.guest_registry import LAPSED, GuestRegistry
 from tests.dockerd import Dockerd, client_of, dockerd
 from tests.execution.bench import LOOP, Bench
 async def main():

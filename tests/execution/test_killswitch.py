@@ -21,8 +21,8 @@ from mesh.cli import kill
 from mesh.daemon.layout import Layout
 from mesh.execution import killswitch, process_killer
 from mesh.execution.engine import EngineError
-from mesh.execution.guest_registry import GuestRegistry
-from mesh.execution.killswitch import BY_OWNER, CLIENTS, KillSwitch, open_switch
+from mesh.execution.guest_registry import KILLED, GuestRegistry
+from mesh.execution.killswitch import BY_OWNER, CLIENTS, WHY, KillSwitch, open_switch
 from mesh.util import cgroups
 from mesh.util.budget import Budget
 from mesh.util.processes import Process, children_of, lives, process_of
@@ -100,7 +100,7 @@ async def test_kill_without_daemon_is_not_job_fault(place: Place) -> None:
     entries, problems = place.register.entries()
     assert problems == [] and len(entries) == 1
     for key in entries:
-        place.register.mark_killed(key)
+        place.register.mark(key, KILLED)
     (struck,) = process_killer.run(entries.values())
     assert struck.processes >= 1 and struck.left == () and not processes_with(mark)
     async with asyncio.timeout(WAIT_S):
@@ -431,10 +431,21 @@ def test_guest_killed_without_the_daemon_while_it_started_does_not_go_on(tmp_pat
     register = GuestRegistry(tmp_path)
     switch = KillSwitch(register)
     key = switch.add(entry(head=bystander))
-    register.mark_killed(key)  # as `mesh killall` does
+    register.mark(key, KILLED)  # as `mesh killall` does
     with pytest.raises(EngineError, match="taken this machine back"):
         switch.check_started(key)
     assert not lives(bystander)
+    switch.close()
+
+
+@pytest.mark.parametrize(("mark", "why"), WHY.items())
+def test_daemon_learns_why_a_guest_was_killed_without_it(
+    tmp_path: Path, bystander: Process, mark: str, why: str
+) -> None:
+    switch = KillSwitch(GuestRegistry(tmp_path))
+    keys = [switch.add(entry(head=bystander)) for _ in range(2)]
+    GuestRegistry(tmp_path).mark(keys[0], mark)
+    assert [switch.remove(key) for key in keys] == [why, ""]
     switch.close()
 
 

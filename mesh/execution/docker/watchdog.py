@@ -25,7 +25,7 @@ import urllib.parse
 from pathlib import Path
 
 from mesh.execution.docker.freeze_lock import FreezeLock
-from mesh.execution.guest_registry import GuestEntry, GuestRegistry
+from mesh.execution.guest_registry import LAPSED, GuestEntry, GuestRegistry
 from mesh.execution.process_killer import run
 from mesh.util import cgroups
 from mesh.util.boottime import Alarm, boot_s
@@ -197,7 +197,7 @@ class Leases:
 
     def _hold(self, container: str, over: bool) -> bool:
         """Pause or resume a container; return whether it is now as it should be. Of one that just ended, `gone` is on its way."""
-        entry = self._entry(container)
+        key, entry = self._entry(container)
         groups = tuple(map(Path, entry.groups)) if entry is not None else ()
         by_group = self._podman and _hold_group(groups, over)
         answered = by_group or self._ask(container, over)
@@ -208,10 +208,12 @@ class Leases:
             del self._doubtful[container]
         if by_group:
             return True  # the kernel freezes it in a moment
-        _hold_group(groups, over)
+        by_group = _hold_group(groups, over)
         frozen = cgroups.are_frozen(groups)
         held = frozen == over if frozen is not None else bool(answered)
-        if over and not held and entry is not None and now >= self._silent_since + SILENT_S:
+        if over and not held and not by_group and entry is not None and now >= self._silent_since + SILENT_S:
+            assert self._register is not None
+            self._register.mark(key, LAPSED)
             run([entry])
             return True
         return held
@@ -233,9 +235,9 @@ class Leases:
         self._silent_since = math.inf
         return status < http.client.INTERNAL_SERVER_ERROR
 
-    def _entry(self, container: str) -> GuestEntry | None:
+    def _entry(self, container: str) -> tuple[str, GuestEntry | None]:
         entries = self._register.entries()[0] if self._register is not None else {}
-        return next((entry for entry in entries.values() if entry.container == container), None)
+        return next(((key, entry) for key, entry in entries.items() if entry.container == container), ("", None))
 
 
 def _hold_group(groups: tuple[Path, ...], over: bool) -> bool:
