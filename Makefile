@@ -6,6 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Five workers on two cores, since daemons wait more than they compute. The tests of a file stay on one worker, since many share a
 # mesh; files start in the order of tests/conftest.py.
 WORKERS ?= 5
+LEFT_OUT := slow$(if $(findstring long,$(MESH_REQUIRE_TIERS)),, or long)
 
 .PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-arrays bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-scale bench-adversary bench-environments bench-images clean
 
@@ -18,7 +19,7 @@ demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
 	touch $@
 
 test: venv
-	$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m "not ($(LEFT_OUT))" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Negative controls of the simulator (each takes one rule out and plays seeds until a checker notices), its later seeds, variants of the
 # framework trainings, MLflow, tutorials with PyTorch and JAX, and the demo in containers. Forty minutes.

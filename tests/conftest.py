@@ -13,9 +13,10 @@ from tests.container_images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
 
 LEFT_OUT = "tier "  # prefix of the reason of such a skip
-SLOW = "slow: make test-slow runs them"
+DESELECTED = {"slow": "make test-slow runs them", "long": f"{REQUIRE}=long make test runs them, as CI does"}
 LONG = ("tests/integrations/", "tests/mutants/", "tests/netns/", "tests/sim/")  # tests of up to a minute
 _left_out: Counter[str] = Counter()
+_deselected: dict[str, int] = {}
 
 # The time of an example depends on the load of the machine, so no deadline applies.
 settings.register_profile("mesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -45,25 +46,24 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    slow = sum(item.get_closest_marker("slow") is not None for item in items)
-    if slow:
-        _left_out[SLOW] = slow
+    for tier, how in DESELECTED.items():
+        if count := sum(item.get_closest_marker(tier) is not None for item in items):
+            _deselected[f"{tier}: {how}"] = count
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist: only its workers collect
 def pytest_testnodedown(node: Any) -> None:
-    if slow := getattr(node, "workeroutput", {}).get(SLOW):
-        _left_out[SLOW] = slow
+    _deselected.update(getattr(node, "workeroutput", {}).get(LEFT_OUT, {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for tier, count in _left_out.items():
+    for tier, count in {**_left_out, **_deselected}.items():
         terminalreporter.write_line(f"left out {count} tests of tier {tier}", yellow=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput[SLOW] = _left_out[SLOW]
+        session.config.workeroutput[LEFT_OUT] = _deselected
     remove_images()
     cleanup().close()
 

@@ -27,9 +27,10 @@ class Dockerd:
     network namespace, to reach registries on loopback.
     """
 
-    def __init__(self, live: bool = False, *options: str) -> None:
+    def __init__(self, live: bool = False, *options: str, within: tuple[str, ...] = ()) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
-        self._live, self._options = live, options
+        self._root.chmod(0o711)  # for an engine that maps users
+        self._live, self._options, self._within = live, options, within
         self._bridge = f"dk{os.urandom(5).hex()}"
         address = f"10.{os.urandom(1)[0]}.{os.urandom(1)[0]}.1/28"
         subprocess.run(["ip", "link", "add", self._bridge, "type", "bridge"], check=True)
@@ -53,7 +54,7 @@ class Dockerd:
         temporary.mkdir(exist_ok=True)
         with (root / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                ["dockerd", "-H", self.host, *places, *alone],
+                [*self._within, "dockerd", "-H", self.host, *places, *alone],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -103,8 +104,9 @@ class Dockerd:
 
 
 @contextmanager
-def dockerd(*options: str, live: bool = False) -> Iterator[Dockerd]:
-    engine = Dockerd(live, *options)
+def dockerd(*options: str, live: bool = False, within: tuple[str, ...] = ()) -> Iterator[Dockerd]:
+    """Start an engine, by the command `within` if one is given, and close it in the end."""
+    engine = Dockerd(live, *options, within=within)
     try:
         yield engine
     finally:

@@ -252,6 +252,7 @@ PROBES = {
     "strace": strace_problem,
     "zsh": zsh_problem,
     "fish": fish_problem,
+    "long": lambda: "",
 }
 
 

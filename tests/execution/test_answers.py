@@ -1,4 +1,4 @@
-"""Recorded answers of engines: Docker 20.10 and 26.1, Podman 4.3 and 5.8. Answers that a guest could cause."""
+"""Recorded answers of engines: Docker 20.10, 26.1 and 28.5, Podman 4.3 and 5.8. Answers that a guest could cause."""
 
 import os
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from aiohttp import web
 
 from mesh.execution.docker import gpu_visibility
 from mesh.execution.docker.engine import no_program
-from mesh.execution.docker.hardening import traits_of
+from mesh.execution.docker.hardening import docker_host, traits_of
 from mesh.execution.docker.socket import MOST_BYTES, EngineSocket
 
 STARTED = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
@@ -37,22 +37,64 @@ def host(user: int | None = None, **changes: object) -> dict[str, object]:
     ("told", "words"),
     [
         ({"SecurityOptions": ["name=seccomp,profile=default"], "CgroupVersion": "1"}, ""),
-        (
-            {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]},
-            "Docker runs rootless: a guest could not write",
-        ),
         ({"SecurityOptions": ["name=seccomp,profile=default", "name=userns"]}, "maps users (userns-remap)"),
         ({"SecurityOptions": None}, ""),
     ],
 )
-def test_docker_that_maps_users_runs_no_guests(told: dict[str, object], words: str) -> None:
+def test_docker_that_maps_users_in_an_unknown_way_runs_no_guests(told: dict[str, object], words: str) -> None:
     traits = traits_of({"Version": "1"}, told, {}, lingers=True)
     assert words in traits.problem and bool(words) == bool(traits.problem)
+
+
+def test_only_root_gives_files_to_the_users_of_an_engine_that_maps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"SecurityOptions": ["name=userns"], "DockerRootDir": "/var/lib/docker/100000.100001"}
+    for user, remapped in ((0, (100_000, 100_001)), (1000, (0, 0))):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        traits = traits_of({"Version": "1"}, told, {}, lingers=True)
+        assert (traits.remapped, bool(traits.problem)) == (remapped, user != 0)
+
+
+OF_DOCKER = {
+    "SecurityOptions": ["name=seccomp,profile=builtin", "name=rootless", "name=cgroupns"],
+    "CgroupDriver": "systemd",
+    "CgroupVersion": "2",
+    "MemoryLimit": True,
+    "PidsLimit": True,
+    "CpuCfsQuota": True,
+    "Warnings": ["WARNING: No cpuset support", "WARNING: No io.weight support", "WARNING: No io.max (rbps) support"],
+}
+
+
+def test_rootless_docker_runs_guests_as_its_user() -> None:
+    traits = traits_of({}, OF_DOCKER, docker_host(OF_DOCKER, os.getuid()), lingers=True)
+    assert (traits.name, traits.problem, traits.userns, traits.disk_rate) == ("Docker", "", "", False)
+    assert traits.user == "0:0", "its own user, seen from inside"
+    told = {**OF_DOCKER, "Warnings": None}
+    assert traits_of({}, told, docker_host(told, os.getuid()), lingers=True).disk_rate
+
+
+@pytest.mark.parametrize(
+    ("told", "owner", "words"),
+    [
+        ({}, os.getuid() + 1, "not of this daemon's user"),
+        ({"CgroupVersion": "1"}, os.getuid(), "control groups of version 2"),
+        ({"CgroupDriver": "none"}, os.getuid(), "this user's systemd"),
+        ({"CpuCfsQuota": False, "MemoryLimit": False}, os.getuid(), "may not limit cpu, memory"),
+        ({"PidsLimit": False}, os.getuid(), "may not limit pids"),
+    ],
+)
+def test_rootless_docker_is_refused_where_it_could_not_keep_a_guest(
+    told: dict[str, object], owner: int, words: str
+) -> None:
+    said = {**OF_DOCKER, **told}
+    traits = traits_of({}, said, docker_host(said, owner), lingers=True)
+    assert traits.problem.startswith("Docker runs rootless: ") and words in traits.problem
 
 
 def test_rootless_podman_runs_guests_as_its_user() -> None:
     traits = traits_of(PODMAN, OF_PODMAN, host(), lingers=True)
     assert (traits.name, traits.problem, traits.userns, traits.disk_rate) == ("Podman", "", "keep-id", False)
+    assert traits.user != "0:0"
     controllers = ["cpu", "io", "memory", "pids"]
     assert traits_of(PODMAN, OF_PODMAN, host(cgroupControllers=controllers), lingers=True).disk_rate
 

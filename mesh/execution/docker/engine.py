@@ -31,11 +31,13 @@ from mesh.execution.docker import checkpoint, gpu_visibility, podman_checkpoint
 from mesh.execution.docker.bridges import Bridges
 from mesh.execution.docker.criu import Probe
 from mesh.execution.docker.hardening import (
+    LIKE_OURS,
     LIMITED_BY,
     PATH,
     Traits,
     arguments,
     command_of,
+    docker_host,
     give_files,
     is_rootless,
     not_limited,
@@ -140,7 +142,8 @@ class DockerEngine:
             return Availability(ok=False, detail=f"no Docker engine answers ({why_silent(error)})")
         if problem:
             return Availability(ok=False, detail=problem)
-        rights = "a container: no capabilities, no new privileges, read-only root, not root"
+        user = "root inside and this user outside" if self._traits.user == LIKE_OURS else "not root"
+        rights = f"a container: no capabilities, no new privileges, read-only root, {user}"
         return Availability(
             ok=True,
             detail=f"{self._traits.name} {self._traits.version}",
@@ -248,11 +251,11 @@ class DockerEngine:
     # --- in the pool's threads
 
     def _look(self) -> Traits:
-        """Ask the engine what it is, and a rootless Podman what it may do here. Docker does not know that question."""
+        """Ask the engine what it is, and a rootless one what it may do here: Docker does not know Podman's question."""
         info, host = self._client.info(), dict[str, Any]()
         if is_rootless(info):
             answer = self._client.api._get(f"{self._client.api.base_url}/v4.0.0/libpod/info")
-            host = answer.json()["host"] if answer.ok else {}
+            host = answer.json()["host"] if answer.ok else docker_host(info, Path(_socket_path()).stat().st_uid)
         return traits_of(self._client.version(), info, host, not needs_linger())
 
     def _create(self, launch: Launch) -> tuple[Any, Network]:
@@ -261,8 +264,8 @@ class DockerEngine:
         made = checkpoint.made_of(Path(launch.dump)) if launch.dump is not None else None
         if made is not None and made.image != image:
             raise BadImage(f"its system checkpoint is of image {made.image[:19]}, {launch.image} is {image[:19]} here")
-        give_files(launch)
-        gate = open_gate(launch)
+        give_files(launch, self._traits.remapped)
+        gate = open_gate(launch, self._traits.remapped)
         network = Network(self._bridges.make(self._client)) if gate is None else Network("none", gate)
         try:
             path = PATH if launch.environment is None else self._path_of(image)
@@ -338,7 +341,7 @@ class DockerEngine:
         restored = launch.dump is not None
         if restored and not entry.groups and entry.head is not None and lives(entry.head):
             raise EngineError("CRIU did not put the processes into the container's control group")
-        if not self._traits.userns and not (restored and self._traits.unified):
+        if not self._traits.rootless and not (restored and self._traits.unified):
             return
         missing = not_limited(launch, cgroups.limits_of(tuple(map(Path, entry.groups))))
         if missing and entry.head is not None and lives(entry.head):

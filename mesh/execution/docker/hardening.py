@@ -7,6 +7,7 @@ privileged containers.
 """
 
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -23,10 +24,13 @@ from mesh.util import trees
 from mesh.util.processes import core_limit, user_limits
 
 GUEST_UID = 65_532  # "nonroot" in distroless images; owns nothing on a normal host
-KEEP_ID = (
-    "keep-id"  # Podman's mapping in which a guest has the user of a rootless engine on both sides (podman-create(1))
-)
+# With this mapping of Podman a guest has the user of a rootless engine on both sides (podman-create(1)). Docker has none like it.
+KEEP_ID = "keep-id"
+LIKE_OURS = "0:0"  # which a rootless Docker maps to its own user
 LIMITED_BY = frozenset({"memory", "pids", "cpu"})  # controllers without which a ceiling would not hold
+DOCKER_LIMITS = {"memory": "MemoryLimit", "pids": "PidsLimit", "cpu": "CpuCfsQuota"}  # in the answer to GET /info
+REMAPPED = re.compile(r"/(\d+)\.(\d+)$")  # how the data directory of an engine ends that maps users
+NO_DISK_RATE = "No io.max (rbps) support"  # in its warnings
 LABEL_JOB = "campus-mesh.job"
 ULIMITS = {resource.RLIMIT_SIGPENDING: "sigpending", resource.RLIMIT_MSGQUEUE: "msgqueue"}
 TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}  # in memory, counted as the guest's
@@ -42,9 +46,10 @@ class Traits(msgspec.Struct, frozen=True):
     """Properties of an engine.
 
     `init`: it has a program that reaps orphans and forwards signals; `cdi`: devices that it lists by the Container Device
-    Interface; `experimental`: it can save and restore containers; `root`: its data directory; `userns`: how it must map users,
-    empty if it maps none; `disk_rate`: it can limit that; `unified`: its control groups have version 2; `runtime`: its OCI
-    runtime; `problem`: why it can run no guests, empty if it can.
+    Interface; `experimental`: it can save and restore containers; `root`: its data directory; `rootless`: an ordinary user runs
+    it; `remapped`: the user and the group outside that are a container's root (`userns-remap`); `disk_rate`: it can limit that;
+    `unified`: its control groups have version 2; `runtime`: its OCI runtime; `problem`: why it can run no guests, empty if it
+    can.
     """
 
     name: str = "Docker"
@@ -53,7 +58,8 @@ class Traits(msgspec.Struct, frozen=True):
     cdi: frozenset[str] = frozenset()
     experimental: bool = False
     root: str = ""
-    userns: str = ""
+    rootless: bool = False
+    remapped: tuple[int, int] = (0, 0)
     disk_rate: bool = True
     unified: bool = False
     runtime: str = ""
@@ -63,13 +69,24 @@ class Traits(msgspec.Struct, frozen=True):
     def is_podman(self) -> bool:
         return self.name == "Podman"
 
+    @property
+    def userns(self) -> str:
+        """How it must map users, empty if as it does."""
+        return KEEP_ID if self.rootless and self.is_podman else ""
+
+    @property
+    def user(self) -> str:
+        """A guest's user in the container. Outside, it is `GUEST_UID`, or this daemon's own user if that is not root."""
+        if self.rootless and not self.is_podman:
+            return LIKE_OURS
+        return f"{GUEST_UID}:{GUEST_UID}" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
+
 
 def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Traits, path: str = PATH) -> dict[str, Any]:
     """Return the arguments of the SDK's `containers.create`.
 
     `network`: the container's own bridge, or "none". `path`: the PATH of its image.
     """
-    user = f"{GUEST_UID}:{GUEST_UID}" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
     environment, devices = contract_env(launch, WORK, CKPT, OUT, CTL), _devices(launch.gpu_uuids, traits)
     environment |= {one.variable: one.target for one in launch.data}
     shown = [Mount(Path(one.source), Path(one.target)) for one in launch.data]
@@ -87,7 +104,7 @@ def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Trai
         "entrypoint": "",
         "environment": environment,
         "working_dir": WORK,
-        "user": user,
+        "user": traits.user,
         "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in launch.directories.items()}
         | _secrets(launch),
         "mounts": [
@@ -142,7 +159,7 @@ def command_of(launch: Launch) -> list[str]:
     return [SHELL, "-c", " && ".join([*steps, 'exec "$@"']), "mesh", *launch.argv]
 
 
-def open_gate(launch: Launch) -> int | None:
+def open_gate(launch: Launch, remapped: tuple[int, int]) -> int | None:
     """Make the gate at which a container with a proxy waits, and open it; what is written stays while the descriptor does."""
     if launch.proxy is None:
         return None
@@ -150,19 +167,19 @@ def open_gate(launch: Launch) -> int | None:
     os.mkfifo(path, 0o600)
     gate = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     if os.getuid() == 0:
-        os.fchown(gate, GUEST_UID, GUEST_UID)
+        os.fchown(gate, *(GUEST_UID + root for root in remapped))
     return gate
 
 
-def give_files(launch: Launch) -> None:
-    """Give the attempt's files to the container's user if the daemon runs as another user."""
+def give_files(launch: Launch, remapped: tuple[int, int]) -> None:
+    """Give the attempt's files to the container's user if the daemon runs as another user. `remapped`: as in `Traits`."""
     if os.getuid() == 0:
         for path in (
             *launch.directories,
             *_secrets(launch),
             *(str(m.source) for m in launch.injection.mounts if not m.read_only),
         ):
-            _give(Path(path))
+            _give(Path(path), *(GUEST_UID + root for root in remapped))
 
 
 def _secrets(launch: Launch) -> dict[str, dict[str, str]]:
@@ -173,8 +190,8 @@ def _secrets(launch: Launch) -> dict[str, dict[str, str]]:
 def traits_of(version: dict[str, Any], info: dict[str, Any], host: dict[str, Any], lingers: bool) -> Traits:
     """Return the properties of an engine from its version and info; looks for its init program on this machine.
 
-    `host`: what a rootless Podman says of its machine (its own API, `/libpod/info`); `lingers`: this user's services outlive
-    their logins.
+    `host`: what a rootless engine says of its machine, as Podman does (its own API, `/libpod/info`); `lingers`: this user's
+    services outlive their logins.
     """
     parts = [str(part.get("Name", "")) for part in version.get("Components") or []]
     name = "Podman" if any("podman" in part.lower() for part in parts) else "Docker"
@@ -185,15 +202,30 @@ def traits_of(version: dict[str, Any], info: dict[str, Any], host: dict[str, Any
     traits = Traits(name, said, any(found), cdi_devices(info), experimental, root, unified=unified, runtime=runtime)
     if is_rootless(info):
         problem, controllers = _rootless_problem(name, host, lingers), host.get("cgroupControllers") or ()
-        return msgspec.structs.replace(traits, userns=KEEP_ID, disk_rate="io" in controllers, problem=problem)
+        return msgspec.structs.replace(traits, rootless=True, disk_rate="io" in controllers, problem=problem)
     if "name=userns" in _options(info):
-        why = "maps users (userns-remap), so a guest could not write its own directories"
+        if os.getuid() == 0 and (ids := REMAPPED.search(root)):
+            return msgspec.structs.replace(traits, remapped=tuple(map(int, ids.groups())))
+        why = "maps users (userns-remap): only a daemon that root runs can give a guest its directories"
         return msgspec.structs.replace(traits, problem=f"{name} {why} (docs/explanation/isolation.md)")
     return traits
 
 
 def is_rootless(info: dict[str, Any]) -> bool:
     return bool(info.get("Rootless")) or "name=rootless" in _options(info)
+
+
+def docker_host(info: dict[str, Any], owner: int) -> dict[str, Any]:
+    """Return what a rootless Docker says of its machine, in Podman's words. `owner`: the user of its socket, so its own."""
+    controllers = [name for name, key in DOCKER_LIMITS.items() if info.get(key)]
+    if not any(NO_DISK_RATE in warning for warning in info.get("Warnings") or ()):
+        controllers.append("io")
+    return {
+        "idMappings": {"uidmap": [{"container_id": 0, "host_id": owner}]},
+        "cgroupVersion": f"v{info.get('CgroupVersion')}",
+        "cgroupManager": info.get("CgroupDriver"),
+        "cgroupControllers": controllers,
+    }
 
 
 def _options(info: dict[str, Any]) -> set[str]:
@@ -204,9 +236,7 @@ def _rootless_problem(name: str, host: dict[str, Any], lingers: bool) -> str:
     """Return why a rootless engine can run no guests; empty if it can."""
     maps = (host.get("idMappings") or {}).get("uidmap") or ()
     missing = LIMITED_BY.difference(host.get("cgroupControllers") or ())
-    if name != "Podman":
-        why = "a guest could not write its own directories; use Podman's, or an engine that root runs"
-    elif (0, os.getuid()) not in {(part.get("container_id"), part.get("host_id")) for part in maps}:
+    if (0, os.getuid()) not in {(part.get("container_id"), part.get("host_id")) for part in maps}:
         why = "it is not of this daemon's user, so a guest could not write its own directories"
     elif host.get("cgroupVersion") != "v2" or host.get("cgroupManager") != "systemd":
         why = "its containers have limits only by control groups of version 2 and this user's systemd"
@@ -237,7 +267,7 @@ def _devices(uuids: tuple[str, ...], traits: Traits) -> list[Any]:
     return [docker.types.DeviceRequest(device_ids=list(uuids), capabilities=[["gpu", "compute", "utility"]])]
 
 
-def _give(path: Path) -> None:
-    os.chown(path, GUEST_UID, GUEST_UID)
+def _give(path: Path, user: int, group: int) -> None:
+    os.chown(path, user, group)
     for entry in trees.walk(path):
-        os.chown(entry.path, GUEST_UID, GUEST_UID, follow_symlinks=False)
+        os.chown(entry.path, user, group, follow_symlinks=False)
