@@ -184,6 +184,7 @@ async def test_generated_requests_of_another_user_change_nothing(stack: Stack) -
         await run(ok, victim, "cancel", job)
 
 
+@pytest.mark.long
 async def test_generated_messages_of_a_witness_leave_its_running_job_one_history(stack: Stack, tmp_path: Path) -> None:
     """It may make the job stop and start again, but neither end it nor take back what was committed, nor touch another."""
     victim, *others, mallory = stack.nodes

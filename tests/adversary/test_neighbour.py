@@ -60,6 +60,7 @@ async def slowly() -> AsyncIterator[bytes]:
         yield bytes(MIB)
 
 
+@pytest.mark.long
 async def test_member_with_large_bodies_costs_a_node_little(stack: Stack) -> None:
     victim = stack.nodes[0]
     job = await asyncio.to_thread(submit_count, victim, 100_000, "--replicas", "1")

@@ -199,6 +199,7 @@ def test_sixty_four_threads(make_bench: Callable[..., Bench]) -> None:
     assert machine.run(job, work) == 64
 
 
+@pytest.mark.long
 def test_200_process_start(make_bench: Callable[..., Bench]) -> None:
     """All start at once, without a lock between them (HAMi #1662: a minute); each gets a slot, and all memory is released."""
     machine = make_bench(memory=200_000 * MIB)

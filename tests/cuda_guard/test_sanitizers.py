@@ -91,6 +91,7 @@ def is_gcc() -> bool:
 LISTS = {"meter.c"}  # gcc 12 loses track of marks that are linked into a lane, and calls them leaks
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not is_gcc(), reason="only gcc has -fanalyzer")
 def test_static_analyzer_finds_nothing() -> None:
     every = sorted({name for recipe in (CUDA, NVML, HOST) for name in recipe.sources if name.endswith(".c")})

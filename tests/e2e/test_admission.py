@@ -251,6 +251,7 @@ def join_waiting(state: Path, host: Path, nick: str, user: str, approver: Path, 
     assert asking.returncode == 0, out + err
 
 
+@pytest.mark.long
 def test_machines_of_a_revoked_admitter_return_by_a_new_approval(home: Path, founder: Path) -> None:
     """They keep their key and user; the running daemon asks again by itself (finding 16)."""
     ok(founder, "up", *LOCAL)

@@ -93,6 +93,7 @@ def alone(tmp_path: Path) -> Iterator[tuple[StackNode, str]]:
         yield node, job
 
 
+@pytest.mark.long
 def test_every_call_conforms_to_the_api_document(alone: tuple[StackNode, str], tmp_path: Path) -> None:
     node, done = alone
     session = requests.Session()

@@ -173,6 +173,7 @@ def test_container_fills_its_cache() -> None:
         assert done.returncode == 0 and "hello\nagain\n" in done.stdout, done
 
 
+@pytest.mark.long
 def test_what_cannot_be_kept_of_a_cache_costs_the_job_nothing_else(lenders: Stack) -> None:
     owner, user = lenders.nodes[0], read(lenders.nodes[0], "status")["user"]
     assert run(owner, 'echo one > "$PIP_CACHE_DIR/one"', cache="pip")["outcome"]["kind"] == "done"

@@ -16,7 +16,7 @@ from tests.e2e.test_caches import lenders, run
 from tests.tiers import FRAMEWORKS_PYTHON
 from tests.wheels import make_wheel
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 __all__ = ["lenders"]  # a fixture
 
 

@@ -279,6 +279,7 @@ def noted(table: Path) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_killed_daemon_continues_an_add(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
     stack = make_stack(1)
     (node,) = stack.nodes

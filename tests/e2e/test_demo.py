@@ -44,6 +44,7 @@ def check(facts: dict[str, Any], text: str) -> None:
     assert saved and len(set(saved)) == len(saved), "witnesses must report each event of other nodes once"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_demo_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     check(*demo(tmp_path))

@@ -69,6 +69,7 @@ def test_orders_that_cannot_be_met_say_what_to_do(shared: Stack, tmp_path: Path)
     assert "has no train.py.lock: `uv lock --script train.py` makes it" in refused("--", "train.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.docker)], ids=["process", "image"])
 def test_second_start_is_as_fast_as_that_of_an_empty_job(make_stack: MakeStack, tmp_path: Path, inside: bool) -> None:
     """Warm within 1 s of an empty job, as the user sees it; the figures are printed."""
@@ -184,6 +185,7 @@ def image(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield import_python()
 
 
+@pytest.mark.long
 def test_environment_for_an_image_moves_with_its_job(image: str, make_stack: MakeStack, tmp_path: Path) -> None:
     """The host leaves; the next node makes its own environment for the Python of the same image."""
     with index(tmp_path / "index") as served:

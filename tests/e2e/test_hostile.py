@@ -122,6 +122,7 @@ async def test_hostile_member_is_refused_counted_and_reported(make_stack: Callab
     ok(victim, "cancel", job)
 
 
+@pytest.mark.long
 async def test_false_status_neither_starts_nor_fails_jobs_that_wait(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(5)
     first = submit_count(stack.nodes[0], ENDLESS)

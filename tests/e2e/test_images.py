@@ -184,6 +184,7 @@ def test_image_moves_between_the_image_stores_of_docker(first: bool) -> None:
         ok(a, "cancel", job)
 
 
+@pytest.mark.long
 @pytest.mark.dockerd
 def test_image_is_prefetched_and_a_start_waiting_for_one_stops_at_once(stack: Stack, hosts: tuple[str, str]) -> None:
     one, two = stack.nodes
@@ -218,6 +219,7 @@ def test_image_is_prefetched_and_a_start_waiting_for_one_stops_at_once(stack: St
     fails(two, 4, "no node called", "image", "push", "tool", "nobody")
 
 
+@pytest.mark.long
 @pytest.mark.dockerd
 def test_owner_without_list_rights_allows_an_image_on_their_node(stack: Stack, hosts: tuple[str, str]) -> None:
     one, two = stack.nodes
@@ -317,6 +319,7 @@ async def test_only_listed_images_are_served_and_fetched(stack: Stack, image_id:
     assert "Traceback" not in one.where.log.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.dockerd
 def test_user_builds_an_image_and_runs_it_on_their_other_node(
     stack: Stack, hosts: tuple[str, str], image_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,7 @@ def test_node_of_a_different_mesh_is_refused_and_counted(home: Path) -> None:
     assert "refused messages" in ok(first, "status")
 
 
+@pytest.mark.long
 def test_revoked_node_is_shut_out_by_its_key(home: Path) -> None:
     first = found(home, "--lend")
     second = home / "b"

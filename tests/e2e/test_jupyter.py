@@ -91,6 +91,7 @@ def token_of(url: str) -> str:
     return token
 
 
+@pytest.mark.long
 async def test_notebook_runs_on_another_node_and_moves_with_its_files(stack: Stack, web: aiohttp.ClientSession) -> None:
     node = stack.nodes[0]
     with Session(node) as session:
@@ -121,6 +122,7 @@ async def test_notebook_runs_on_another_node_and_moves_with_its_files(stack: Sta
     finished(node, told["job"])
 
 
+@pytest.mark.long
 @pytest.mark.docker
 async def test_notebook_runs_in_a_container_without_network() -> None:
     with (
@@ -172,6 +174,7 @@ def nothing_is_open_or_shown(host: StackNode, token: str) -> None:
             assert token.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
 
 
+@pytest.mark.long
 def test_idle_jupyter_session_warns_and_ends(stack: Stack) -> None:
     done = mesh(stack.nodes[0], "job", "jupyter", "--no-workdir", "--idle", "6", timeout_s=WAIT_S)
     assert done.returncode == 0, done

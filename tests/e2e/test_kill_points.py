@@ -47,6 +47,7 @@ def superseded(node: StackNode, job: str) -> list[str]:
     return [row["id"] for row in read(node, "ckpt", "ls", job)["checkpoints"] if row["use"] == "older"]
 
 
+@pytest.mark.long
 def test_host_killed_in_a_save_a_commit_a_prune_and_at_the_end(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(3)
     user = stack.nodes[0]

@@ -105,6 +105,7 @@ def test_node_that_took_a_later_uncommitted_checkpoint_restores_the_committed_on
     assert finished(user, job)["state"] == "done" and exact(user, job)
 
 
+@pytest.mark.long
 def test_two_witnesses_depart_while_the_only_newcomers_cannot_read_the_job(
     make_stack: MakeStack, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def on_socket(node: StackNode) -> Samples:
     return read_metrics(answer.read().decode())
 
 
+@pytest.mark.long
 def test_node_reports_metrics_and_lending_usage(make_stack: Callable[..., Stack]) -> None:
     port = free_port()
     stack = make_stack(2)

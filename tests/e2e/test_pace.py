@@ -16,6 +16,7 @@ pytestmark = pytest.mark.e2e
 BALLAST = 64_000_000  # bytes; more than the budget allows in the grace and the 30 s after it
 
 
+@pytest.mark.long
 def test_final_checkpoint_ignores_the_uplink_budget_to_meet_its_deadline(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(3, upload_mbps=8, grace_s=10.0)
     submitter = stack.nodes[2]

@@ -181,6 +181,7 @@ def hold(mebibytes: int) -> int:
     return mebibytes
 
 
+@pytest.mark.long
 @pytest.mark.cc
 def test_auto_requests_the_gpu_memory_that_earlier_runs_used(
     tmp_path: Path,

@@ -71,7 +71,9 @@ def test_each_excluded_command_is_on_a_page() -> None:
     assert all(command in NOT_RUN for page in ["README.md"] for machine, command in commands(page) if not machine)
 
 
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(
+    "story", [pytest.param(name, marks=() if name == "README" else pytest.mark.long) for name in STORIES]
+)
 def test_commands_of_a_story_succeed(story: str, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()

@@ -63,6 +63,7 @@ def test_job_that_follows_the_contract_resumes_with_departure_costs() -> None:
         assert word in news
 
 
+@pytest.mark.long
 def test_job_that_ignores_notices_and_is_random_resumes_with_a_warning() -> None:
     answer = flawed("deaf")
     assert answer["result"] == "resumes" and answer["exit_code"] == 0, answer
@@ -149,6 +150,7 @@ echo $n > $MESH_OUT_DIR/count
 """
 
 
+@pytest.mark.long
 @pytest.mark.docker
 def test_container_is_rehearsed_like_a_process() -> None:
     code, text, news = rehearse(*CKPT, "--no-workdir", "--image", busybox_image(), "--", "sh", "-c", SHELL)

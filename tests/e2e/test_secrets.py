@@ -85,6 +85,7 @@ def answers_of(node: StackNode, job: str) -> bytes:
     return b"".join(str(node.client.get(path.format_map(there))).encode() for path in [*reads, "/v1/events?audit=true"])
 
 
+@pytest.mark.long
 def test_canary_is_nowhere_while_its_job_moves(make_stack: MakeStack, tmp_path: Path) -> None:
     stack = make_stack(4, slots=1)
     user = stack.nodes[0]

@@ -151,6 +151,7 @@ def test_job_is_killed_although_its_file_system_stands_still(make_stack: Callabl
     until(lambda: not mounts(two), "the mount to go")
 
 
+@pytest.mark.long
 @pytest.mark.dockerd
 def test_container_reads_a_data_set_while_it_comes(large: Path) -> None:
     settings = {"engines": ["docker"], "upload_mbps": SLOW}

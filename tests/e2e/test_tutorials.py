@@ -107,6 +107,7 @@ def test_pictures(make_stack: Callable[..., Stack], place: Path) -> None:
         followed(Reader(place, machines_of(stack), where, given), "docs/tutorials/pictures.md")
 
 
+@pytest.mark.long
 @pytest.mark.cc
 def test_cpp(make_stack: Callable[..., Stack], place: Path) -> None:
     followed(Reader(place, machines_of(make_stack(3))), "docs/tutorials/cpp.md")

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.frameworks]
 WAIT_S = 120.0  # the import of a framework takes ten seconds, more on a busy machine
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "pace_s", "departure"),
     [

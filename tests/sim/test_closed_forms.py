@@ -150,6 +150,7 @@ launch_s = 0
 """
 
 
+@pytest.mark.long
 def test_lost_work_matches_youngs_formula() -> None:
     """With sudden departures at rate l and a checkpoint of C after each T of work, a departure costs
     ((1 - e^-lT)/l - T q)/(1 - q) with q = e^-l(T+C)."""

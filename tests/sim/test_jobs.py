@@ -109,6 +109,7 @@ def test_job_invariants_hold_under_all_faults(first: int) -> None:
     assert ends["done"] > 0.1 * accepted and ends["failed"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("played", [(25,), pytest.param((10, 13, 14, 25), marks=pytest.mark.slow)])
 def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch, played: tuple[int, ...]) -> None:
     monkeypatch.setattr("sim.protocol.jobs.HOME_SHARE", 1.0)

@@ -22,6 +22,7 @@ def revoking(seed: int) -> JobsWorld:
     return JobsWorld(seed, faults=REVOKING, work=WorkPlan(), job_checkers=[RevokedNodes()])
 
 
+@pytest.mark.long
 def test_jobs_go_on_without_nodes_that_are_revoked() -> None:
     worlds = [checked(seed, faults=REVOKING, work=WorkPlan()) for seed in range(5)]
     revoked, submitted = 0, 0
