@@ -196,6 +196,9 @@ def all_engines(machine: Machine, known: dict[str, str], parts: Sequence[str]) -
         with lingering(machine):
             machine.run("systemctl --user start podman.socket", user=USER)
             yield f"Podman {known['podman']}, rootless", checks.contract(machine, checks.ROOTLESS, ROOTLESS, user=USER)
+            checks.start_rootless_docker(machine, USER)
+            answers = checks.contract(machine, checks.CONTAINERS, checks.ROOTLESS_DOCKER, user=USER)
+            yield f"Docker {known['docker']}, rootless", answers
     if "apptainer" in parts and known["apptainer"]:
         with lingering(machine):
             yield f"Apptainer {known['apptainer']}", checks.contract(machine, checks.UNPACKED, user=USER)

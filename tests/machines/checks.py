@@ -61,6 +61,7 @@ SAVED = {
         "tests/e2e/test_system_checkpoints.py::test_python_program_moves_between_two_podmans_bit_for_bit",
     )
 }
+ROOTLESS_DOCKER = "DOCKER_HOST=unix:///run/user/$(id -u)/docker.sock"
 STEPS = 300
 COUNT = """
 n=0; if [ -n "$MESH_RESUME" ]; then n=$(cat $MESH_RESUME/n); echo "resumed at $n"; fi
@@ -128,6 +129,20 @@ def use_store(machine: Machine, containerd: bool) -> None:
     machine.run(
         f"grep -qsF '{setting}' {file} || {{ mkdir -p /etc/docker && echo '{setting}' > {file} && systemctl restart docker; }}"
     )
+
+
+def start_rootless_docker(machine: Machine, user: str) -> None:
+    """Start this user's own Docker as a service of theirs, and wait until it answers."""
+    scripts = "/usr/share/docker.io/contrib"
+    service = (
+        "-p Delegate=yes -p Restart=on-failure -p StartLimitIntervalSec=0"  # containerd may start too slowly for it
+    )
+    machine.run(
+        f"systemd-run --user --unit docker {service} --setenv PATH=$PATH:/usr/sbin:/sbin:{scripts} {scripts}/dockerd-rootless.sh",
+        user=user,
+    )
+    asks = f"{ROOTLESS_DOCKER} docker version"
+    until(lambda: machine.run(asks, user=user, check=False).returncode == 0, "this user's Docker to answer")
 
 
 def limits_of(machine: Machine, user: str, start: str) -> dict[str, Any]:
