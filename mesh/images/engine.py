@@ -6,15 +6,16 @@ does not wait for them. The SDK (19 MiB, 0.1 s) is imported at the first call.
 """
 
 import base64
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
-from mesh.execution.docker.socket import why_silent
+from mesh.execution.docker.socket import engine_process, why_silent
 from mesh.execution.engine import EngineError
 from mesh.images.oci import ManifestError, digest_hash, digest_text
+from mesh.util.processes import Process
 from mesh.util.slow_calls import apart
 
 ASK_S = 30.0  # timeout, as of the engine's other calls
@@ -35,10 +36,11 @@ class StoredImage(msgspec.Struct, frozen=True):
 
 
 class Registry(msgspec.Struct, frozen=True):
-    """The address of this node's registry, as the engine reaches it, and its password."""
+    """The address of this node's registry, its password, and what lets a process reach it in any network (OSError)."""
 
     address: str
     password: str
+    let_in: Callable[[Process], Awaitable[None]]
 
 
 class ImageEngine:
@@ -128,6 +130,12 @@ class ImageEngine:
     async def _order(self, work: Callable[[list[Any]], None]) -> None:
         """Carry out a pull or push; if the caller is cancelled, close the engine's answer, which ends the work."""
         answers: list[Any] = []
+        try:
+            engine = await apart(engine_process, "image")
+            if engine is not None:
+                await self._registry().let_in(engine)
+        except OSError as error:
+            raise EngineError(f"the container engine does not reach this node's registry: {error}") from error
         try:
             await self._call(lambda: work(answers))
         finally:

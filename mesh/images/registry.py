@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -27,6 +28,9 @@ from mesh.rpc.departed import departed
 from mesh.rpc.loopback import HOST, LoopbackServer, heard
 from mesh.rpc.streams import read_within
 from mesh.util.errors import MeshError
+from mesh.util.other_network import has_own_network, listen_in
+from mesh.util.processes import Process
+from mesh.util.slow_calls import apart
 
 CONNECTIONS = 64  # open at a time (own choice); an engine opens about six
 UPLOADS = 64  # open at a time (own choice)
@@ -68,6 +72,8 @@ class RegistryServer:
         self._password = os.urandom(32).hex()
         self._uploads: dict[str, _Upload] = {}
         self._server = LoopbackServer(CONNECTIONS)
+        self._let_in: Process | None = None
+        self._entering = asyncio.Lock()
         self.port = 0
 
     async def open(self, wanted: int) -> None:
@@ -99,9 +105,16 @@ class RegistryServer:
         for upload in self._uploads.values():
             upload.part.close()
 
+    async def let_in(self, process: Process) -> None:
+        """Listen in the network of a process too, if it has one of its own: a rootless Docker's. OSError if that cannot be."""
+        async with self._entering:
+            if self._let_in != process and has_own_network(process.pid):
+                await self._server.listen_also(await apart(partial(listen_in, process, self.port), "registry"))
+                self._let_in = process
+
     @property
     def access(self) -> Registry:
-        return Registry(f"{HOST}:{self.port}", self._password)
+        return Registry(f"{HOST}:{self.port}", self._password, self.let_in)
 
     # --- who may
 

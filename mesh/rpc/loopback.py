@@ -25,6 +25,7 @@ class LoopbackServer:
         self.port = 0
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
+        self._also: asyncio.Server | None = None
 
     async def open(self, app: web.Application, ports: Sequence[int]) -> bool:
         """Serve at the first of these ports that is free; return whether one is."""
@@ -43,9 +44,17 @@ class LoopbackServer:
         await runner.cleanup()
         return False
 
+    async def listen_also(self, listener: socket.socket) -> None:
+        """Serve at this socket too, in the place of an earlier one."""
+        server = self._runner.server if self._runner is not None else None
+        assert server is not None, "it is open"
+        if self._also is not None:
+            self._also.close()
+        self._also = await asyncio.get_running_loop().create_server(lambda: _Door(server, self), sock=listener)
+
     async def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        for listener in filter(None, (self._listener, self._also)):
+            listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 

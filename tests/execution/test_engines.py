@@ -17,6 +17,7 @@ import pytest
 import requests
 
 from mesh.execution.docker.engine import DockerEngine, Network
+from mesh.execution.docker.hardening import LIKE_OURS
 from mesh.execution.docker.socket import EngineSocket, Output
 from mesh.execution.engine import BadCommand, BadImage, EngineError
 from mesh.execution.process.engine import ProcessEngine
@@ -317,9 +318,13 @@ async def test_container_has_few_rights(tmp_path: Path) -> None:
     bench = Bench(engine, tmp_path, busybox_image())
     try:
         text = await bench.output(
-            "id; touch /bin/x || echo read-only; ls /sys/class/net; cat /proc/self/status; touch /tmp/ok && echo tmp"
+            "id; touch /bin/x || echo read-only; ls /sys/class/net; cat /proc/self/status /proc/self/uid_map; "
+            "touch /tmp/ok && echo tmp"
         )
-        assert "uid=0" not in text and "read-only" in text and "eth0" not in text and "tmp" in text
+        assert ("uid=0" in text) == (engine._traits.user == LIKE_OURS)
+        if engine._traits.user == LIKE_OURS:
+            assert os.getuid() != 0 and ["0", str(os.getuid()), "1"] in [line.split() for line in text.splitlines()]
+        assert "read-only" in text and "eth0" not in text and "tmp" in text
         assert "CapEff:\t0000000000000000" in text and "NoNewPrivs:\t1" in text
     finally:
         await engine.close()
@@ -488,6 +493,7 @@ from pathlib import Path
 async def main():
     if sys.argv[1] == "docker":
         from mesh.execution.docker.engine import DockerEngine
+from mesh.execution.docker.hardening import LIKE_OURS
         engine, image = DockerEngine(sys.argv[3]), sys.argv[5]
     else:
         from mesh.execution.process.engine import ProcessEngine

@@ -11,9 +11,10 @@ import pytest
 
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.engine import EngineError
-from mesh.execution.guest_network import PORT, listen_in
+from mesh.execution.guest_network import PORT
 from mesh.execution.process.engine import ProcessEngine
 from mesh.network.egress import policy_of
+from mesh.util.other_network import listen_in
 from mesh.util.processes import process_of
 from tests.container_images import busybox_image
 from tests.execution.bench import Bench
@@ -72,8 +73,8 @@ def test_this_machines_network_is_never_listened_in() -> None:
         process = process_of(child.pid)
         assert process is not None
         with pytest.raises(OSError, match="the network of this machine"):
-            listen_in(process)
+            listen_in(process, PORT)
         with pytest.raises(OSError, match="has ended"):
-            listen_in(process._replace(started=process.started + 1))
+            listen_in(process._replace(started=process.started + 1), PORT)
     finally:
         child.communicate(b"\n")

@@ -17,7 +17,7 @@ from mesh.images.engine import FETCHED, PUSHED, ImageEngine, StoredImage
 from mesh.images.oci import digest_text
 from mesh.images.registry import RegistryServer
 from tests.container_images import layered_image
-from tests.dockerd import client_of, dockerd_with_store
+from tests.dockerd import client_of, dockerd, dockerd_with_store
 from tests.execution.test_docker_podman import podman
 from tests.images.samples import manifest_of
 
@@ -101,6 +101,19 @@ async def pushes_and_pulls(node: Node, host: str) -> None:
 async def test_docker_pushes_and_pulls(node: Node, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", host)
     await pushes_and_pulls(node, host)
+
+
+@pytest.mark.dockerd
+@pytest.mark.netns
+async def test_docker_with_a_network_of_its_own_pushes_and_pulls(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rootless Docker has one, too. A second start of the engine has another."""
+    within = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    with dockerd("--bridge=none", within=within) as engine:
+        monkeypatch.setenv("DOCKER_HOST", engine.host)
+        await pushes_and_pulls(node, engine.host)
+        engine.stop()
+        await asyncio.to_thread(engine.start)
+        await pushes_and_pulls(node, engine.host)
 
 
 @pytest.mark.dockerd

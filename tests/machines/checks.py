@@ -17,9 +17,12 @@ PYTHON = "/opt/pipx/venvs/campus-mesh/bin/python"
 SUITE = "/opt/suite"
 CORE = ("logs", "files", "exec", "freeze", "kill", "limits", "network")
 TESTS_S, WAIT_S, CONDITION_S = 1500.0, 600.0, 240
-ENGINES, SESSIONS, ESCAPES, GROUPS, PODMAN, WATCHDOG, APPTAINER = (
+ENGINES, SESSIONS, ESCAPES, GROUPS, PODMAN, WATCHDOG, APPTAINER, NETWORK = (
     f"tests/execution/test_{name}.py"
-    for name in ("engines", "sessions", "escapes", "groups", "docker_podman", "docker_watchdog", "apptainer")
+    for name in (
+        *("engines", "sessions", "escapes", "groups"),
+        *("docker_podman", "docker_watchdog", "apptainer", "guest_network"),
+    )
 )
 
 # The aspects of the contract, and the tests that show each, for containers and for processes.
@@ -36,7 +39,7 @@ CONTAINERS = {
         f"{ESCAPES}::test_fork_bomb_stays_within_pids_limit",
         f"{ENGINES}::test_only_the_guest_over_memory_limit_ends[docker]",
     ),
-    "network": (f"{ENGINES}::test_container_has_few_rights",),
+    "network": (f"{ENGINES}::test_container_has_few_rights", f"{NETWORK}::test_guest_reaches_its_hosts_alone[docker]"),
 }
 ROOTLESS = {  # of an ordinary user; the engine's own tests start services of Podman that they may stop
     **CONTAINERS,

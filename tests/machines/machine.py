@@ -35,7 +35,7 @@ PACKAGES = (
         "pipx",
     ),
     *("docker.io", "containerd", "runc", "tini", "podman", "crun", "catatonit", "uidmap", "passt", "fuse-overlayfs"),
-    *("rootlesskit", "slirp4netns"),
+    *("rootlesskit", "slirp4netns", "curl"),
 )
 MORE = {"sid": ("docker-cli", "apptainer", "criu"), "trixie": ("criu",)}
 # NumPy's later wheels need a processor with CMPXCHG16B, which some kernels do not survive under emulation.

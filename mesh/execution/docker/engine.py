@@ -45,11 +45,11 @@ from mesh.execution.docker.hardening import (
     traits_of,
 )
 from mesh.execution.docker.session import DockerSession, open_docker_session
-from mesh.execution.docker.socket import EngineSocket, NoContainer, Output, why_silent
+from mesh.execution.docker.socket import EngineSocket, NoContainer, Output, socket_path, why_silent
 from mesh.execution.docker.sweep import sweep_containers
 from mesh.execution.docker.watchdog import DOUBT_S, LABEL_NODE, LABEL_RUN, Watchdog
 from mesh.execution.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
-from mesh.execution.guest_network import listen_in
+from mesh.execution.guest_network import PORT
 from mesh.execution.guest_registry import GuestEntry, boot_id
 from mesh.execution.killswitch import KillSwitch
 from mesh.execution.process.subtree import delegation, needs_linger
@@ -58,6 +58,7 @@ from mesh.network.edge import Edge
 from mesh.network.egress import EgressError, Firewall, Policy, tag_of
 from mesh.rpc.frames import Order
 from mesh.util import capabilities, cgroups
+from mesh.util.other_network import listen_in
 from mesh.util.processes import catches, descendants_of, lives, process_of
 from mesh.util.slow_calls import apart
 from placement.advert import SystemCheckpoints
@@ -148,7 +149,7 @@ class DockerEngine:
             ok=True,
             detail=f"{self._traits.name} {self._traits.version}",
             isolation=f"{rights}, {self._bridges.words}; it shares the kernel",
-            proxies=capabilities.has(capabilities.SYS_ADMIN),  # to enter a container's network
+            proxies=traits.rootless or capabilities.has(capabilities.SYS_ADMIN),  # to enter a container's network
             system=self.system,
             unlimited=() if traits.disk_rate else ("disk rate",),
             limits_by="" if traits.disk_rate else delegation({*LIMITED_BY, "io"}),
@@ -159,7 +160,7 @@ class DockerEngine:
         return self._traits.problem or (self._watchdog.problem if self._watchdog is not None else "")
 
     async def _connect(self) -> None:
-        path = _socket_path()
+        path = socket_path()
         self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
         await self._call(self._sweep)
         self._traits = await self._call(self._look)
@@ -255,7 +256,7 @@ class DockerEngine:
         info, host = self._client.info(), dict[str, Any]()
         if is_rootless(info):
             answer = self._client.api._get(f"{self._client.api.base_url}/v4.0.0/libpod/info")
-            host = answer.json()["host"] if answer.ok else docker_host(info, Path(_socket_path()).stat().st_uid)
+            host = answer.json()["host"] if answer.ok else docker_host(info, Path(socket_path()).stat().st_uid)
         return traits_of(self._client.version(), info, host, not needs_linger())
 
     def _create(self, launch: Launch) -> tuple[Any, Network]:
@@ -319,7 +320,7 @@ class DockerEngine:
                 self._switch.update(key, entry)
                 self._check_limits(launch, entry)
                 if launch.proxy is not None and network.gate is not None:
-                    launch.proxy(listen_in(head))
+                    launch.proxy(listen_in(head, PORT))
                     os.write(network.gate, b"\n")
             self._switch.check_started(key)
         except BaseException as error:
@@ -581,14 +582,6 @@ class DockerGuest:
             if self._head is not None and lives(self._head):
                 return frozenset({self._head.pid, *descendants_of(self._head.pid)})
         return frozenset()
-
-
-def _socket_path() -> str:
-    """Return the engine's socket path. OSError if the engine is on another machine: its guests could not be watched or killed."""
-    host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-    if not host.startswith("unix://"):
-        raise OSError(f"DOCKER_HOST is {host}: it must be the socket of an engine on this machine (unix://...)")
-    return host.removeprefix("unix://")
 
 
 def _check_program(launch: Launch, told: str) -> None:

@@ -6,15 +6,20 @@ here.
 
 import asyncio
 import contextlib
+import os
+import socket
+import struct
 from collections.abc import AsyncIterator
 
 import aiohttp
 import msgspec
 
 from membership.malformed import MALFORMED
+from mesh.util.processes import Process, process_of
 
 HEADER = 8  # bytes before each piece of output: stream, three unused, length (Docker Engine API, attach)
 MOST_BYTES = 64 << 10  # of what a program says in a container, where guests can write to it too (own choice)
+ASK_S = 10.0  # timeout of a connection
 AGAIN_S = 1.0  # between retries while the engine is away (own choice)
 
 
@@ -38,6 +43,23 @@ class _Problem(msgspec.Struct):
 
 class NoContainer(Exception):
     """The engine does not know the container, or no longer."""
+
+
+def socket_path() -> str:
+    """Return the engine's socket path. OSError if the engine is on another machine: its guests could not be watched or killed."""
+    host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    if not host.startswith("unix://"):
+        raise OSError(f"DOCKER_HOST is {host}: it must be the socket of an engine on this machine (unix://...)")
+    return host.removeprefix("unix://")
+
+
+def engine_process() -> Process | None:
+    """Return the process that listens at the engine's socket; None if it has just ended. OSError if there is none."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(ASK_S)
+        client.connect(socket_path())
+        pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # unix(7)
+    return process_of(pid)
 
 
 class EngineSocket:
