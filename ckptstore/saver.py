@@ -24,7 +24,7 @@ from ckptstore.codec import choose, encode
 from ckptstore.encoding import WIDTHS, Base, Bytes, Encoding
 from ckptstore.errors import BadManifest, BadPath, FileChanged, StoreError
 from ckptstore.manifest import MAX_BYTES, MAX_FILES, Chunk, FileEntry, check_link, check_path, check_text
-from ckptstore.mappings import mapped_for_writing
+from ckptstore.mappings import Processes, every_process, mapped_for_writing
 from ckptstore.pack import Location, PackWriter, chunk_name, next_data, read_at, wrap
 from ckptstore.tree_scan import TICK_NS, Look, Scan, settled
 
@@ -39,7 +39,7 @@ class Saver:
 
     `hold` keeps an existing chunk from being collected, and returns None if it is not in the store. `places` maps directories,
     as the program that made the links sees them, to prefixes: an absolute link below one becomes relative, and a link that still
-    leads out of its tree is left out. Without `places` it is refused.
+    leads out of its tree is left out. Without `places` it is refused. `processes`: those that may write to the trees.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class Saver:
         compress: bool,
         cipher: StateCipher | None,
         places: Mapping[str, str] | None = None,
+        processes: Processes = every_process,
     ) -> None:
         self._writer, self._pool, self._threads, self._cipher = writer, pool, threads, cipher
         self._hold, self._read_chunk, self._bases, self._compress = hold, read_chunk, bases, compress
+        self._processes = processes
         # Inner directories first.
         self._places = None if places is None else sorted(places.items(), key=lambda place: -len(place[0]))
         self._held: set[str] = set()
@@ -148,7 +150,7 @@ class Saver:
 
     def _find_mapped(self) -> None:
         self._mapped_ns = time.time_ns()
-        self._mapped = mapped_for_writing()
+        self._mapped = mapped_for_writing(self._processes)
 
     def _clean(self, path: Path, real: Path, found: Scan) -> None:
         """Write back the pages of files that are mapped for writing, so that each later write changes their times.

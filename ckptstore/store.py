@@ -41,6 +41,7 @@ from ckptstore.manifest import (
     manifest_id,
     pack_tree,
 )
+from ckptstore.mappings import Processes, every_process
 from ckptstore.objects import ObjectStore
 from ckptstore.pack import UNREADABLE, PackWriter, sync_directory, write_at
 from ckptstore.receiver import Receiver
@@ -156,13 +157,14 @@ class Store(ObjectStore):
         whole: bool = True,
         scans: Mapping[str, Scan] | None = None,
         known: Mapping[str, Scan] | None = None,
+        processes: Processes = every_process,
     ) -> SavedManifest:
         """Save files and directories under their prefixes, for the job of `user`, encrypted if there is a `cipher`. Directories
         come with their contents if `whole`.
 
         Only new chunks are written. With `compress` they are compressed, or stored as deltas to chunks of `parent` where that is
         shorter. What is under a prefix is saved as it was at one moment; FileChanged, with the store unchanged, if it changes too
-        often for that, or has since its scan in `scans`. What is as in `known` is left out. `places`: see `Saver`.
+        often for that, or has since its scan in `scans`. What is as in `known` is left out. `places`, `processes`: see `Saver`.
         """
         from ckptstore.saver import Saver
 
@@ -175,7 +177,7 @@ class Store(ObjectStore):
                 def read(identity: bytes) -> Bytes:
                     return self.chunk(identity, cipher)
 
-                saver = Saver(writer, self._pool, THREADS, self.hold, read, bases, compress, cipher, places)
+                saver = Saver(writer, self._pool, THREADS, self.hold, read, bases, compress, cipher, places, processes)
                 for prefix, path in sorted(roots.items()):
                     saver.add(prefix, path, whole, (scans or {}).get(prefix), (known or {}).get(prefix))
                 manifest = Manifest(

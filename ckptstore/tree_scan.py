@@ -14,6 +14,7 @@ from ckptstore.errors import BadManifest, FileChanged
 from ckptstore.manifest import MAX_FILES
 
 TICK_NS = 20_000_000  # file times lag behind the clock by up to a kernel tick, 10 ms at 100 Hz
+MOST_PATH_CHARS = 64 << 20  # of all paths together: a manifest holds a quarter of it (own choice)
 
 
 class Look(NamedTuple):
@@ -47,7 +48,9 @@ Scan = dict[str, Look]  # by path below the root, which is ""; a directory befor
 
 
 def scan(root: Path, most: int = MAX_FILES, whole: bool = True) -> Scan:
-    """Return what is at `root`, with all that is below it if `whole`. BadManifest once it is more than `most`; OSError."""
+    """Return what is at `root`, with all that is below it if `whole`. BadManifest once it is more than `most`, or its paths are
+    too long together; OSError.
+    """
     return dict(_walk(root, most, whole))
 
 
@@ -72,7 +75,7 @@ def settled(root: Path, most: int = MAX_FILES, whole: bool = True) -> Scan:
 
 def _walk(root: Path, most: int, whole: bool) -> Iterator[tuple[str, Look]]:
     waiting = [("", Look.of(root.lstat()))]
-    left = most - 1
+    left, left_chars = most - 1, MOST_PATH_CHARS
     while waiting:
         name, look = waiting.pop()
         yield name, look
@@ -87,5 +90,11 @@ def _walk(root: Path, most: int, whole: bool) -> Iterator[tuple[str, Look]]:
                         f"there are more than {most} files and directories: pack them into few large ones"
                     )
                 path = f"{name}/{entry.name}" if name else entry.name
+                left_chars -= len(path)
+                if left_chars < 0:
+                    raise BadManifest(
+                        f"the paths of its files and directories have more than {MOST_PATH_CHARS} characters together: "
+                        "use shorter names, or pack them into few large files"
+                    )
                 inner.append((path, Look.of(entry.stat(follow_symlinks=False))))
         waiting += sorted(inner, reverse=True)

@@ -69,27 +69,37 @@ def frame(header: Entry | Data | End, data: bytes = b"") -> bytes:
 def packed(top: Path) -> Iterator[bytes]:
     """Yield the stream of a file or directory, with one top entry of its name. Files that change are taken as they are when read.
 
-    What vanishes meanwhile is left out, and so is all but files, directories and links.
+    What vanishes meanwhile is left out, and so is all but files, directories and links. No list of files is kept.
     """
-    ready = bytearray()
-    for piece in _frames(top):
-        ready += piece
-        if len(ready) >= SLICE_BYTES:
-            yield bytes(ready)
-            ready.clear()
-    yield bytes(ready) + frame(End())
+    ready, end = bytearray(), End()
+    try:
+        for piece in _frames(top):
+            ready += piece
+            if len(ready) >= SLICE_BYTES:
+                yield bytes(ready)
+                ready.clear()
+    except MeshError as error:
+        end = End(str(error))
+    yield bytes(ready) + frame(end)
 
 
 def _frames(top: Path) -> Iterator[bytes]:
-    name = os.fsencode(top.name)
     with suppress(OSError):  # it was there a moment ago
-        yield from _packed_directory(top, name) if top.is_dir() else _packed_file(top, name)
+        yield from _packed_directory(top) if top.is_dir() else _packed_file(top, os.fsencode(top.name))
 
 
-def _packed_directory(top: Path, name: bytes) -> Iterator[bytes]:
-    left = [(top, name, 1)]
-    while left:
-        directory, path, level = left.pop()
+def _packed_directory(top: Path) -> Iterator[bytes]:
+    """Yield the frames of a directory. Only names of directories that are still to be entered are kept; MeshError if it has more
+    entries than a reader takes.
+    """
+    levels, count = [(top.parent, b"", [top.name])], 0
+    while levels:
+        parent, above, names = levels[-1]
+        if not names:
+            levels.pop()
+            continue
+        inner = names.pop()
+        directory, path, waiting = parent / inner, above + os.fsencode(inner), list[str]()
         try:
             descriptor = _opened_itself(directory, os.O_DIRECTORY)
         except OSError:
@@ -97,22 +107,25 @@ def _packed_directory(top: Path, name: bytes) -> Iterator[bytes]:
         try:
             yield frame(_entry(path, os.fstat(descriptor)))
             with os.scandir(descriptor) as entries:
-                names = sorted(entry.name for entry in entries)
-            for inner in names:
-                below = path + b"/" + os.fsencode(inner)
-                try:
-                    info = os.stat(inner, dir_fd=descriptor, follow_symlinks=False)
-                    if stat.S_ISDIR(info.st_mode) and level < MAX_DEPTH:
-                        left.append((directory / inner, below, level + 1))
-                    elif stat.S_ISLNK(info.st_mode):
-                        target = os.fsencode(os.readlink(inner, dir_fd=descriptor))
-                        yield frame(msgspec.structs.replace(_entry(below, info), target=target))
-                    elif stat.S_ISREG(info.st_mode):
-                        yield from _packed_file(directory / inner, below)
-                except OSError:
-                    continue
+                for entry in entries:
+                    count += 1
+                    if count > MAX_FILES:
+                        raise MeshError(TOO_MANY)
+                    below = path + b"/" + os.fsencode(entry.name)
+                    try:
+                        info = os.stat(entry.name, dir_fd=descriptor, follow_symlinks=False)
+                        if stat.S_ISDIR(info.st_mode) and len(levels) < MAX_DEPTH:
+                            waiting.append(entry.name)
+                        elif stat.S_ISLNK(info.st_mode):
+                            target = os.fsencode(os.readlink(entry.name, dir_fd=descriptor))
+                            yield frame(msgspec.structs.replace(_entry(below, info), target=target))
+                        elif stat.S_ISREG(info.st_mode):
+                            yield from _packed_file(directory / entry.name, below)
+                    except OSError:
+                        continue
         finally:
             os.close(descriptor)
+        levels.append((directory, path + b"/", waiting))
 
 
 def _packed_file(file: Path, path: bytes) -> Iterator[bytes]:

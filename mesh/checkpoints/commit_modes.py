@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from ckptstore.errors import BadManifest
-from ckptstore.mappings import mapped_for_writing
+from ckptstore.mappings import Processes, every_process, mapped_for_writing
 from ckptstore.tree_scan import Look, Scan, scan
 from mesh.model.spec import Checkpointing
 from mesh.util import trees
@@ -70,15 +70,16 @@ def committed_tree(
     ended: bool = False,
     beside: bool = True,
     known: object = None,
+    processes: Processes = every_process,
 ) -> CommittedTree | None:
     """Return the newest complete state, or None. `ended`: the guest has exited by itself, so nothing is written any more.
 
     `beside`: also earlier checkpoints, which the guest may be removing, and what lies beside them, which it may be writing.
-    `known`: the key of a state that was complete before, so that open files need not be looked for again. OSError if the
-    directory has more than MOST_ENTRIES entries.
+    `known`: the key of a state that was complete before, so that open files need not be looked for again. `processes`: those
+    that may write to the directory. OSError if it has more than MOST_ENTRIES entries.
     """
     if rules.mode == "stable":
-        return _stable(directory, rules, now_unix, ended, known)
+        return _stable(directory, rules, now_unix, ended, known, processes)
     entries = []
     for count, path in enumerate(directory.iterdir()):
         if count == MOST_ENTRIES:
@@ -135,7 +136,9 @@ def _oldest_first(entries: Sequence[_Entry]) -> list[_Entry]:
     return sorted(entries, key=ranks.__getitem__)
 
 
-def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool, known: object) -> CommittedTree | None:
+def _stable(
+    directory: Path, rules: Checkpointing, now_unix: float, ended: bool, known: object, processes: Processes
+) -> CommittedTree | None:
     with suppress(FileNotFoundError):
         found = look_at(directory)
         files = {name: look for name, look in found.items() if not stat.S_ISDIR(look.mode)}
@@ -144,7 +147,7 @@ def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool,
         newest = max((max(look.mtime_ns, look.ctime_ns) for look in files.values()), default=0) / 1e9
         settled = ended or now_unix - newest >= rules.stable_s
         key = tuple((name, look.mtime_ns, look.size) for name, look in files.items())
-        if files and settled and (ended or key == known or not open_for_writing(directory, files.values())):
+        if files and settled and (ended or key == known or not open_for_writing(directory, files.values(), processes)):
             return CommittedTree(roots={"ckpt": directory}, resume="", key=key, scans={"ckpt": found})
     return None
 
@@ -172,27 +175,27 @@ def unfinished(name: str) -> bool:
     return name.startswith(".") or name.endswith(_UNFINISHED_SUFFIXES) or name in _SENTINELS
 
 
-def open_for_writing(directory: Path, files: Iterable[Look]) -> bool:
-    """Tell whether a process that we may inspect has one of these files of `directory` open for writing, or mapped shared and
-    writable.
+def open_for_writing(directory: Path, files: Iterable[Look], processes: Processes = every_process) -> bool:
+    """Tell whether one of these processes, as far as we may inspect them, has one of these files of `directory` open for writing,
+    or mapped shared and writable.
 
     Files are compared by inode: a container has other paths for them. Only files on the same device are read: a file system
     that a guest serves could block the reader for ever.
     """
     inodes = {(look.device, look.inode) for look in files if stat.S_ISREG(look.mode)}
     device, numbers = device_of(directory), {number for _, number in inodes}
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with suppress(OSError, ValueError, KeyError):
-                here: set[str] | None = None
-                for info in (process / "fdinfo").iterdir():
-                    with suppress(OSError):  # it was closed meanwhile
-                        told = _head(info)
-                        if int(told["flags"], 8) & (os.O_WRONLY | os.O_RDWR):
-                            here = numbers_on(process.name, device) if here is None else here
-                            if told["mnt_id"].strip() in here and _number(process, info.name, told) in numbers:
-                                return True
-    return not inodes.isdisjoint(mapped_for_writing())
+    for pid in processes():
+        process = Path(f"/proc/{pid}")
+        with suppress(OSError, ValueError, KeyError):
+            here: set[str] | None = None
+            for info in (process / "fdinfo").iterdir():
+                with suppress(OSError):  # it was closed meanwhile
+                    told = _head(info)
+                    if int(told["flags"], 8) & (os.O_WRONLY | os.O_RDWR):
+                        here = numbers_on(pid, device) if here is None else here
+                        if told["mnt_id"].strip() in here and _number(process, info.name, told) in numbers:
+                            return True
+    return not inodes.isdisjoint(mapped_for_writing(processes))
 
 
 def _head(info: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from ckptstore.cipher import StateCipher
 from ckptstore.compression_policy import CompressionPolicy
 from ckptstore.errors import CorruptChunk, StoreError
 from ckptstore.manifest import Kind
+from ckptstore.mappings import Processes, every_process
 from ckptstore.store import SavedManifest, Store
 from ckptstore.tree_scan import Scan
 from mesh.checkpoints.loss_estimate import LossEstimate
@@ -43,9 +44,9 @@ class CheckpointWriter:
     """The writer of one attempt.
 
     `replica_policy` tells where replicas may go now; `note` writes an event for the user; `cipher` encrypts, once it is
-    known; `places` are the prefixes in the store by the directories as the guest sees them. The attribute `note` is the
-    remark on the last checkpoint; `last_save` its new bytes and the seconds it took to store them; `state_bytes` all of its
-    bytes.
+    known; `places` are the prefixes in the store by the directories as the guest sees them; `processes` are the guest's. The
+    attribute `note` is the remark on the last checkpoint; `last_save` its new bytes and the seconds it took to store them;
+    `state_bytes` all of its bytes.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class CheckpointWriter:
         save_schedule: SaveSchedule,
         note: Callable[..., None],
         places: Mapping[str, str],
+        processes: Processes = every_process,
     ) -> None:
         self.note = ""
         self.last_save: tuple[int, float] | None = None
@@ -68,7 +70,7 @@ class CheckpointWriter:
         self._job, self._spec = job, spec
         self._store, self._replicator, self._seal, self._replica_policy = store, replicator, seal, replica_policy
         self._loss, self._cadence, self._note_event = loss, save_schedule, note
-        self._places, self._left_out = places, False
+        self._places, self._processes, self._left_out = places, processes, False
         self._compression = CompressionPolicy()
         self._holders: tuple[bytes, ...] = ()  # of the last checkpoint
         self._stood_in = ""
@@ -204,6 +206,7 @@ class CheckpointWriter:
             places=self._places,
             scans=scans,
             known=known,
+            processes=self._processes,
         )
         if saved.left_out and not self._left_out:
             self._left_out = True

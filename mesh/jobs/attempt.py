@@ -80,6 +80,7 @@ DATA_NOTED_S = 1.0  # a data set that is ready sooner needs no event (own choice
 POLL_S = 0.25  # between looks at the checkpoint directory and the progress file (own choice)
 TORN_RETRIES = 5
 TRIES_BESIDE = 2  # of these with earlier checkpoints, and a log that grows all the time beside them (own choice)
+PIDS_S = 10.0  # for an engine to list the guest's processes, which takes milliseconds (own choice)
 HEEDS_EVERY = 8  # looks: a guest may install its signal handler late
 FULL_BYTES = 1 << 20  # free space below which writes are likely to fail (own choice)
 
@@ -192,6 +193,7 @@ class Attempt:
         self._store, self._replicator = store, replicator
         self._replica_policy, self._open_cipher, self._report, self._note = replica_policy, cipher, report, note
         self._guest: Guest | None = None
+        self._loop = asyncio.get_running_loop()
         self._until = 0.0
         self._held_at = 0.0
         self._allowed = asyncio.Event()
@@ -209,6 +211,7 @@ class Attempt:
             self.save_schedule,
             note,
             seen_places(spec, base, engine.own_root),
+            self._processes,
         )
         self._saved_key: object = None
         self._found_key: object = None
@@ -295,6 +298,20 @@ class Attempt:
 
     async def pids(self) -> frozenset[int]:
         return frozenset() if self._guest is None else await self._guest.pids()
+
+    def _processes(self) -> frozenset[int]:
+        """Return the ids of the guest's processes, in a thread. OSError if they are not known in time.
+
+        Nobody else writes to its directories, and each guest chooses how long it takes to look at its processes.
+        """
+        if self._guest is None:
+            return frozenset()
+
+        async def listed() -> frozenset[int]:
+            async with asyncio.timeout(PIDS_S):
+                return await self.pids()
+
+        return asyncio.run_coroutine_threadsafe(listed(), self._loop).result()
 
     def mark(self, stage: str) -> None:
         """Record the time of a reclaim stage, once."""
@@ -684,7 +701,8 @@ class Attempt:
         assert self.spec.checkpointing is not None
         directory, rules = self.base / "ckpt", self.spec.checkpointing
         with suppress(FileNotFoundError):
-            return committed_tree(directory, rules, time.time(), ended=ended, beside=beside, known=known)
+            now, processes = time.time(), self._processes
+            return committed_tree(directory, rules, now, ended=ended, beside=beside, known=known, processes=processes)
         return None
 
     # --- saving

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,20 +64,18 @@ def check_reach(error: OSError) -> None:
 
 
 def remove(root: Path) -> None:
-    """Remove a file or tree of any depth. Directories too deep to reach by path are moved up first.
+    """Remove a file or tree of any depth and width. What cannot be removed stays and is logged.
 
-    What cannot be removed stays and is logged. No link is followed, even one added meanwhile.
+    No link is followed, even one added meanwhile, and no list of names is kept: a guest may have made millions.
     """
     try:
         if root.is_symlink() or not root.is_dir():
             root.unlink(missing_ok=True)
             return
-        with contextlib.suppress(OSError, RecursionError):
-            shutil.rmtree(root)
-            return
         top = _entered(str(root))
         try:
-            _empty(top)
+            while _removed_a_level(top):
+                pass
         finally:
             os.close(top)
         root.rmdir()
@@ -86,33 +83,38 @@ def remove(root: Path) -> None:
         log.warning("%s stays: %s", root, error)
 
 
-def _empty(top: int) -> None:
-    left = _emptied(top)
-    moved = 0
-    while left:
-        name = left.pop()
-        directory = _entered(name, top)
-        try:
-            for inner in _emptied(directory):
-                with contextlib.suppress(OSError):
-                    os.close(_entered(inner, directory))  # makes it movable
-                moved += 1
-                place = f".{moved}.{os.urandom(6).hex()}"
-                os.rename(inner, place, src_dir_fd=directory, dst_dir_fd=top)
-                left.append(place)
-        finally:
-            os.close(directory)
-        os.rmdir(name, dir_fd=top)
+def _removed_a_level(top: int) -> bool:
+    """Remove all that is in a directory. What is in directories there are directories is moved up, as it may be too deep to reach
+    by path; return whether anything was.
+    """
+    moved = False
+    with os.scandir(top) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.name, dir_fd=top)
+                continue
+            directory = _entered(entry.name, top)
+            try:
+                moved = _moved_up(directory, top) or moved
+            finally:
+                os.close(directory)
+            os.rmdir(entry.name, dir_fd=top)
+    return moved
 
 
-def _emptied(directory: int) -> list[str]:
-    """Remove all but directories; return the names of those."""
+def _moved_up(directory: int, top: int) -> bool:
+    """Remove all that is in a directory but directories, and move those to `top`; return whether there were any."""
+    moved = False
     with os.scandir(directory) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, inner in found:
-        if not inner:
-            os.unlink(name, dir_fd=directory)
-    return [name for name, inner in found if inner]
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    os.close(_entered(entry.name, directory))  # makes it movable
+                os.rename(entry.name, f".{os.urandom(12).hex()}", src_dir_fd=directory, dst_dir_fd=top)
+                moved = True
+            else:
+                os.unlink(entry.name, dir_fd=directory)
+    return moved
 
 
 def _entered(name: str, at: int | None = None) -> int:

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from ckptstore.manifest import MAX_FILES
 from mesh.api.file_stream import (
     HEADER_LIMIT,
     NOT_A_STREAM,
+    TOO_MANY,
     Data,
     End,
     Entry,
@@ -168,6 +170,23 @@ def test_copy_of_too_many_entries_ends() -> None:
         for _ in entries(itertools.repeat(one * 1000), 1):
             taken += 1
     assert taken == MAX_FILES
+
+
+def test_directory_of_many_files_is_sent_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may make ten million, whose names alone would take gigabytes of its host's daemon."""
+    (tmp_path / "out" / "d").mkdir(parents=True)
+    for number in range(4000):
+        (tmp_path / "out" / "d" / f"{number:0200}").touch()
+    monkeypatch.setattr("mesh.api.file_stream.SLICE_BYTES", 1 << 10)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in entries(packed(tmp_path / "out"), 1)) == 4002
+        assert tracemalloc.get_traced_memory()[1] < 300_000
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr("mesh.api.file_stream.MAX_FILES", 300)
+    sent = b"".join(packed(tmp_path / "out"))
+    assert sent.endswith(frame(End(TOO_MANY))) and len(sent) < 300 * 600
 
 
 def test_copy_that_implies_too_many_directories_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

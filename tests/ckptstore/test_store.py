@@ -504,6 +504,19 @@ def test_trouble_of_a_guest_with_its_own_tree_is_not_that_of_the_store(
             assert isinstance(found.value, FileChanged), name
 
 
+def test_paths_of_a_tree_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million files with paths of 4 KB would take 8 GB of the memory of their host's daemon."""
+    write_tree(tmp_path / "in", {f"{'d' * 200}/{number}": b"" for number in range(10)})
+    monkeypatch.setattr(tree_scan, "MOST_PATH_CHARS", 2220)
+    assert len(tree_scan.settled(tmp_path / "in")) == 12
+    (tmp_path / "in" / "one").touch()
+    with pytest.raises(BadManifest, match="more than 2220 characters together"):
+        tree_scan.scan(tmp_path / "in")
+    store = open_store(tmp_path / "store")
+    with pytest.raises(BadManifest, match="more than 2220 characters together"):
+        save(store, tmp_path / "in")
+
+
 def test_directory_replaced_by_a_link_during_a_save_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

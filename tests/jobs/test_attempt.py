@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ckptstore.errors import DiskFull, FileChanged
+from ckptstore.errors import DiskFull, FileChanged, StoreError
+from ckptstore.mappings import Processes
 from ckptstore.store import BLOCK_BYTES
 from membership.identity import Identity
 from mesh.checkpoints.replica_policy import ReplicaPolicy
@@ -39,7 +40,7 @@ from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.logs import SNAPSHOT_BYTES
 from mesh.model.record import Attempt as Attempted
 from mesh.model.record import Commit, JobRecord
-from mesh.model.spec import Checkpointing
+from mesh.model.spec import Checkpointing, CommitMode
 from tests.ckptstore.worlds import open_store, save
 from tests.consensus.worlds import A, B, C, D, E, make_spec
 from tests.wheels import alone
@@ -211,6 +212,32 @@ async def test_notice_leaves_the_reserve_out_and_outlives_a_full_disk(
     await place.attempt._notify("vacate", 30.0, "its owner is back")
     await place.attempt.close()
     await place.engine.close()
+
+
+@pytest.mark.parametrize("mode", ["rename", "stable"])
+async def test_files_that_others_have_open_keep_no_checkpoint_from_being_stored(
+    tmp_path: Path, mode: CommitMode
+) -> None:
+    """Nobody but its guest writes there, and another guest, with millions of mappings, chooses how long a look at it takes."""
+    looked: list[frozenset[int]] = []
+
+    def keep(roots: dict[str, Path], *, processes: Processes, **more: object) -> None:
+        looked.append(frozenset(processes()))
+        raise StoreError("it has been looked at")
+
+    engine = LateEngine(waits=False)
+    engine.late.set()
+    place = Place(tmp_path, engine, keep, checkpointing=Checkpointing(mode=mode, stable_s=0.0))
+    await place.begin()
+    assert isinstance(await place.next_event(), GuestStarted)
+    (tmp_path / "attempt" / "ckpt" / "step-1").mkdir()
+    with (tmp_path / "attempt" / "ckpt" / "step-1" / "state").open("w"):
+        assert await place.next_event() == CheckpointFound()
+        place.attempt.perform(SaveCheckpoint(seq=1, parent=None, final=False))
+        assert await place.next_event() == CheckpointFailed("it has been looked at")
+    assert looked == [await place.attempt.pids()] and os.getpid() not in looked[0] and looked[0]
+    await place.attempt.close()
+    await engine.close()
 
 
 async def test_unforeseen_error_of_the_last_save_is_reported(tmp_path: Path) -> None:

@@ -105,3 +105,20 @@ def test_walk_of_many_files_takes_little_memory(
     if make is Path.mkdir:
         with pytest.raises(trees.OutOfReach, match="or 100 in one"):
             list(trees.walk(tmp_path, strict=True))
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, lambda path: (path / "inner").mkdir(parents=True)])
+def test_tree_of_many_names_is_removed_in_little_memory(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """A guest may leave ten million, whose names alone would take gigabytes of its host's daemon."""
+    root = tmp_path / "tree"
+    for place in (root, root / "below"):
+        place.mkdir()
+        for number in range(2000):
+            make(place / f"{number:0200}")
+    tracemalloc.start()
+    try:
+        trees.remove(root)
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+    assert not root.exists()
