@@ -224,7 +224,6 @@ class Guard:
         self._directory = directory
         self._numbers = {uuid: number for number, uuid in enumerate(uuids)}
         self._host = Host(libraries.host)
-        shutil.rmtree(directory, ignore_errors=True)  # left by an earlier daemon, whose jobs ended with it
         directory.mkdir(parents=True, mode=0o711)
         self._sizes = dict(zip(uuids, sizes, strict=False))
         for uuid in self._sizes:

@@ -1,4 +1,4 @@
-"""Durable file replacement: after a crash a file holds either its old or its new content."""
+"""Durable file replacement: after a crash a file holds either its old or its new content. Only its user may read it."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,8 @@ def write_durably(path: Path, data: bytes) -> None:
     with _writing:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")
-        with temporary.open("wb") as file:
+        fresh = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fresh, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

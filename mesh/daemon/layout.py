@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from membership.durable import write_durably
-from mesh.util.errors import ConfigError
+from membership.own_cache import make_own
+from mesh.util.errors import ConfigError, MeshError
 
 CLOSED = 0o700  # of the state directory
 
@@ -185,11 +186,21 @@ class Layout(NamedTuple):
         return self._socket("kill.sock")
 
     def _socket(self, name: str) -> Path:
-        """A long state path falls back to a short name (107 bytes fit in sun_path)."""
+        """A long state path falls back to a short name (107 bytes fit in sun_path). MeshError if others could listen there."""
         near = self.root / name
         if len(os.fsencode(near)) <= 100:
             return near
-        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{self._tag}-{name}"
+        given = os.environ.get("XDG_RUNTIME_DIR")
+        place = Path(given or f"/tmp/campus-mesh-{os.geteuid()}")
+        if not given:
+            try:
+                make_own(place)
+            except OSError as error:
+                raise MeshError(
+                    f"{error}, and the path of the state directory is too long for sockets: choose a shorter one with --state, "
+                    "or set XDG_RUNTIME_DIR"
+                ) from error
+        return place / f"{self._tag}-{name}"
 
     @property
     def _tag(self) -> str:

@@ -7,7 +7,7 @@ its files in memory until its next start, or the machine's.
 import os
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,8 +53,7 @@ class SecretFiles:
 
     def left(self) -> list[Path]:
         """Return the directories that are there, also those of earlier runs."""
-        places = (place for base in self._bases if base for place in Path(base).glob(f"{self._prefix}*"))
-        return [place for place in places if _is_own_directory(place)]
+        return own_directories(self._bases, self._prefix)
 
     def clear(self) -> None:
         """Remove what an earlier run has left."""
@@ -82,6 +81,12 @@ class SecretFiles:
         """Remove an attempt's files, if there are any."""
         for place in self.left():
             trees.remove(place / attempt)
+
+
+def own_directories(bases: Iterable[str], prefix: str) -> list[Path]:
+    """Return the directories of this user in these places whose names begin like that."""
+    places = (place for base in bases if base for place in Path(base).glob(f"{prefix}*"))
+    return [place for place in places if _is_own_directory(place)]
 
 
 def _is_own_directory(place: Path) -> bool:

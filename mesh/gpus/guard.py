@@ -16,11 +16,12 @@ from cuda_guard.guard import Guard
 from cuda_guard.page import ALONE_WINDOW_MS, Quota
 from cuda_guard.symbols import missing_in_guard
 from mesh.execution.engine import EngineError, Injection, Launch
-from mesh.execution.secret_files import memory_bases
+from mesh.execution.secret_files import memory_bases, own_directories
 from mesh.gpus.audit import Audit
 from mesh.gpus.pausing import Pausing
 from mesh.gpus.receipts import DeviceUse
 from mesh.gpus.tenant import PausingHand, Tenant
+from mesh.util import trees
 from mesh.util.task_set import TaskSet
 from placement.advert import WHOLE, Gpu, Portion
 
@@ -275,6 +276,12 @@ class NodeGuard:
 
 
 def page_directory(node: bytes) -> Path:
-    """Return this node's page directory: in memory, and unique among this machine's daemons."""
-    base = next((base for base in memory_bases() if base and os.access(base, os.W_OK | os.X_OK)), "/tmp")
-    return Path(base) / f"mesh-guard-{node.hex()[:16]}"
+    """Return a new name for this node's page directory, in memory; remove those that earlier daemons of this node have left.
+
+    Another user could take a name that they know.
+    """
+    bases, prefix = (*memory_bases(), "/tmp"), f"mesh-guard-{node.hex()[:16]}"
+    for left in own_directories(bases, prefix):
+        trees.remove(left)
+    base = next(base for base in bases if base and (base == "/tmp" or os.access(base, os.W_OK | os.X_OK)))
+    return Path(base) / f"{prefix}-{os.urandom(8).hex()}"

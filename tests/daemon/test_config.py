@@ -10,7 +10,7 @@ from mesh.daemon import layout
 from mesh.daemon.config import load_settings, parsed_setting
 from mesh.daemon.layout import Layout, node_layout
 from mesh.model.spec import MIN_LEASE_S
-from mesh.util.errors import ConfigError
+from mesh.util.errors import ConfigError, MeshError
 
 
 @pytest.mark.parametrize(("text", "mbps"), [("", 0.0), ("upload_mbps = 0", 0.0), ("upload_mbps = 250", 250.0)])
@@ -93,6 +93,25 @@ def test_state_directory_is_private(tmp_path: Path) -> None:
     assert str(tmp_path / "a") in where.exposed(), "its group is others, too"
     (tmp_path / "a").chmod(0o1777)
     assert not where.exposed(), "as /tmp is"
+
+
+def test_socket_of_a_long_state_path_is_in_no_directory_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: another user who had made that directory in /tmp could listen there, and read what the commands send."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    uid = 4_000_000 + os.getpid()
+    place = Path(f"/tmp/campus-mesh-{uid}")
+    where = Layout(tmp_path / ("long" * 25))
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    try:
+        for name in ("socket", "kill_socket"):
+            with pytest.raises(MeshError, match=f"{place} belongs to another user.*--state"):
+                getattr(where, name)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/own")
+        assert where.socket.parent == Path("/run/own")
+    finally:
+        place.rmdir()
 
 
 def test_state_directory_of_two_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,6 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_pages_are_removed_with_daemon(driver: Path, tmp_path: Path) -> None:
-    (tmp_path / "pages" / "old").mkdir(parents=True)
     async with Watched(tmp_path / "pages", (GPU,)) as watched:
         assert watched.told == [""] and list((tmp_path / "pages").iterdir()) == []
         first, second = (watched.guard.admit(launch(SHARE), own_root=False) for _ in range(2))
@@ -161,6 +160,14 @@ def test_daemons_have_separate_page_directories(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     one, other = page_directory(b"a" * 32), page_directory(b"b" * 32)
     assert one != other and one.parent == other.parent == tmp_path
+    assert page_directory(b"a" * 32) != one, "another user could take a name that they know"
+    (tmp_path / "kept").mkdir()
+    for number, node in enumerate("aab"):
+        (tmp_path / f"mesh-guard-{node.encode().hex() * 16}-{number}").mkdir()
+    link = tmp_path / f"mesh-guard-{b'a'.hex() * 8}-9"
+    link.symlink_to(tmp_path / "kept")
+    page_directory(b"a" * 32)
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", link.name, f"mesh-guard-{b'b'.hex() * 16}-2"}
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
     assert page_directory(b"a" * 32).parent in {Path("/run"), Path("/dev/shm")}
 
