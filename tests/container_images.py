@@ -80,6 +80,24 @@ def import_busybox(*programs: Path) -> str:
     return f"{REPOSITORY}:{tag}"
 
 
+def with_volumes(image: str, *places: str) -> str:
+    """Make an image that declares these volumes, and return its name. It is removed if the first one is."""
+    import docker
+
+    client: Any = docker.from_env()
+    container = client.containers.create(image, "true")
+    try:
+        tag = os.urandom(6).hex()
+        container.commit(REPOSITORY, tag, changes=[f"VOLUME {place}" for place in places])
+    finally:
+        container.remove()
+        client.close()
+    made = f"{REPOSITORY}:{tag}"
+    if image in _made:
+        _made.append(made)
+    return made
+
+
 def layered_image(client: Any, name: str, *layers: bytes) -> str:
     """Make an image of BusyBox and one layer with a file `/dataN` for each content, and return its id. The caller removes it."""
     binary = busybox()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import docker
 import pytest
 
 from mesh.execution.ceilings import Ceilings
@@ -25,7 +26,7 @@ from mesh.network.edge import Edge
 from mesh.network.egress import Policy, policy_of, tag_of
 from mesh.util.processes import user_limits
 from tests.cleanup import cleanup
-from tests.container_images import busybox_image
+from tests.container_images import busybox_image, with_volumes
 from tests.execution.bench import WAIT_S, Bench, processes_with, wait_until
 
 pytestmark = pytest.mark.docker
@@ -43,6 +44,14 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     await engine.close()
 
 
+def volumes() -> set[str]:
+    client = docker.from_env()
+    try:
+        return {volume.id for volume in client.volumes.list()}
+    finally:
+        client.close()
+
+
 async def test_container_cannot_write_to_host(bench: Bench) -> None:
     script = """
     for path in / /bin/x /etc/x /proc/sys/kernel/core_pattern /proc/sys/kernel/hostname /proc/sysrq-trigger \
@@ -57,6 +66,28 @@ async def test_container_cannot_write_to_host(bench: Bench) -> None:
     """
     said = await bench.output(script)
     assert "done" in said and "WROTE" not in said
+
+
+async def test_volumes_of_an_image_are_in_memory_and_leave_nothing(bench: Bench) -> None:
+    """Regression: what a guest wrote to one was counted by no limit, and stayed on the host's disk."""
+    image = with_volumes(str(bench.image), "/bin/../data/", "/tmp/inner", "/mesh/out", "/tmp")
+    before = volumes()
+    said = await bench.output(
+        "cat /proc/mounts; echo kept > /mesh/out/file; busybox touch /data/x && echo done", image=image
+    )
+    mounts = dict(line.split(" ", 2)[1::-1] for line in said.splitlines() if line.startswith(("tmpfs ", "/dev/")))
+    assert {mounts[place] for place in ("/data", "/tmp", "/tmp/inner")} == {"tmpfs"} and "done" in said
+    assert (bench.root / "out" / "file").read_text() == "kept\n" and volumes() == before
+
+
+async def test_container_to_which_its_engine_gives_a_volume_does_not_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DockerEngine, "_config_of", lambda *asked: {})
+    before = volumes()
+    with pytest.raises(EngineError, match="gave it a volume, which no limit counts: /data"):
+        await bench.shell("echo ran; sleep 600", image=with_volumes(str(bench.image), "/data"))
+    assert volumes() == before
 
 
 async def test_container_cannot_gain_rights(bench: Bench) -> None:

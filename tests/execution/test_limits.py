@@ -142,7 +142,7 @@ def test_container_has_its_environment_first_and_cannot_write_it(tmp_path: Path)
     launch = Bench(ProcessEngine(), tmp_path, "image").launch("python", environment="/made/env")
     bare = arguments(LAUNCH, {}, "none", Traits())
     assert bare["mounts"] == [] and not {"PATH", "PYTHONPATH", "VIRTUAL_ENV"} & set(bare["environment"])
-    chosen = arguments(launch, {}, "none", Traits(), "/opt/bin:/bin")
+    chosen = arguments(launch, {}, "none", Traits(), {"Env": ["LANG=C", "PATH=/opt/bin:/bin"]})
     (mount,) = chosen["mounts"]
     assert (mount["Source"], mount["Target"], mount["ReadOnly"]) == ("/made/env", "/mesh/env", True)
     assert chosen["environment"]["PATH"] == "/mesh/env/bin:/opt/bin:/bin"

@@ -33,7 +33,6 @@ from mesh.execution.docker.criu import Probe
 from mesh.execution.docker.hardening import (
     LIKE_OURS,
     LIMITED_BY,
-    PATH,
     Traits,
     arguments,
     command_of,
@@ -60,10 +59,12 @@ from mesh.rpc.frames import Order
 from mesh.util import capabilities, cgroups
 from mesh.util.other_network import listen_in
 from mesh.util.processes import catches, descendants_of, lives, process_of
+from mesh.util.remembered import Remembered
 from mesh.util.slow_calls import apart
 from placement.advert import SystemCheckpoints
 
 THREADS = 8  # for calls
+IMAGES = 64  # whose configurations are remembered (own choice)
 CALL_TIMEOUT_S = 30.0
 ENGINE_TELLS_S = 3.0  # for the engine to report an exit that the kernel has seen; usually 0.1 s (own choice)
 ENGINE_ASKED = 10  # pings before a slow engine counts as gone (own choice)
@@ -121,6 +122,7 @@ class DockerEngine:
         self._traits = Traits()
         self._probe, self.system = Probe(system), SystemCheckpoints()
         self._client: Any = None
+        self._configs = Remembered[str, dict[str, Any]](IMAGES)
         self._answers = False  # whether the engine answered when it was last asked
         self._socket: EngineSocket | None = None
         self._watchdog: Watchdog | None = None
@@ -269,8 +271,7 @@ class DockerEngine:
         gate = open_gate(launch, self._traits.remapped)
         network = Network(self._bridges.make(self._client)) if gate is None else Network("none", gate)
         try:
-            path = PATH if launch.environment is None else self._path_of(image)
-            chosen = arguments(launch, self._labels, network.name, self._traits, path)
+            chosen = arguments(launch, self._labels, network.name, self._traits, self._config_of(image))
             container = Unseen(self._client).create(image, self._traits.userns, **chosen)
             self._live.add(container.id)
             return container, network
@@ -283,7 +284,7 @@ class DockerEngine:
 
     def _remove(self, container: Any, network: Network) -> None:
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
-            container.remove(force=True)
+            container.remove(force=True, v=True)
         self._live.discard(container.id)
         self._leave(network)
 
@@ -312,6 +313,9 @@ class DockerEngine:
             else:
                 checkpoint.restore(container, Path(launch.dump), Path(self._traits.root))
             container.reload()
+            for mount in container.attrs.get("Mounts") or ():
+                if mount.get("Type") == "volume":
+                    raise EngineError(f"its engine gave it a volume, which no limit counts: {mount.get('Destination')}")
             pid = int(container.attrs["State"]["Pid"])
             head = process_of(pid) if pid else None
             if head is not None:
@@ -356,11 +360,13 @@ class DockerEngine:
         except docker.errors.APIError as error:
             raise BadImage(f"image {name!r} cannot be used: {error.explanation}") from error
 
-    def _path_of(self, image: str) -> str:
-        """Return the PATH of an image."""
-        variables = self._client.images.get(image).attrs["Config"].get("Env") or ()
-        found = [text.removeprefix("PATH=") for text in variables if text.startswith("PATH=")]
-        return found[-1] if found else PATH
+    def _config_of(self, image: str) -> dict[str, Any]:
+        """Return the configuration of an image by its id."""
+        known = self._configs.get(image)
+        if known is None:
+            known = self._client.images.get(image).attrs.get("Config") or {}
+            self._configs.keep(image, known)
+        return known
 
     def _sweep(self) -> None:
         """Remove what a crashed daemon of this node left; containers of this run stay."""

@@ -33,7 +33,7 @@ REMAPPED = re.compile(r"/(\d+)\.(\d+)$")  # how the data directory of an engine 
 NO_DISK_RATE = "No io.max (rbps) support"  # in its warnings
 LABEL_JOB = "campus-mesh.job"
 ULIMITS = {resource.RLIMIT_SIGPENDING: "sigpending", resource.RLIMIT_MSGQUEUE: "msgqueue"}
-TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}  # in memory, counted as the guest's
+IN_MEMORY = "rw,nosuid,nodev,mode=1777,size=1g"  # counted as the guest's
 INITS = {"Docker": ("docker-init",), "Podman": ("catatonit",)}
 INIT_PATH = "/usr/libexec/docker:/usr/libexec/podman"
 CDI, CDI_KIND = "cdi", "nvidia.com/gpu="
@@ -82,16 +82,20 @@ class Traits(msgspec.Struct, frozen=True):
         return f"{GUEST_UID}:{GUEST_UID}" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
 
 
-def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Traits, path: str = PATH) -> dict[str, Any]:
+def arguments(
+    launch: Launch, labels: dict[str, str], network: str, traits: Traits, image: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the arguments of the SDK's `containers.create`.
 
-    `network`: the container's own bridge, or "none". `path`: the PATH of its image.
+    `network`: the container's own bridge, or "none". `image`: the configuration of its image. A volume that it declares would be
+    a directory of the engine's, which no limit counts and which stays: an empty one in memory takes its place.
     """
+    image = image or {}
     environment, devices = contract_env(launch, WORK, CKPT, OUT, CTL), _devices(launch.gpu_uuids, traits)
     environment |= {one.variable: one.target for one in launch.data}
     shown = [Mount(Path(one.source), Path(one.target)) for one in launch.data]
     if launch.environment is not None:
-        environment["PATH"] = f"{INSIDE}/bin:{environment.get('PATH', path)}"
+        environment["PATH"] = f"{INSIDE}/bin:{environment.get('PATH', _path_of(image))}"
         environment["VIRTUAL_ENV"] = INSIDE
         environment = {"PYTHONPATH": "", "PYTHONHOME": "", **environment}  # those of the image would hide packages
         shown.append(Mount(Path(launch.environment), Path(INSIDE)))
@@ -99,24 +103,27 @@ def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Trai
         environment["NVIDIA_VISIBLE_DEVICES"] = (
             NO_GPUS  # or NVIDIA's runtime would add them a second time (the CDI files say so)
         )
+    volumes = {host: {"bind": inside, "mode": "rw"} for host, inside in launch.directories.items()} | _secrets(launch)
+    mounts = (*launch.injection.mounts, *shown)
+    own = {*(volume["bind"] for volume in volumes.values()), *(str(mount.target) for mount in mounts)}
+    declared = {os.path.normpath("/" + place.lstrip("/")) for place in image.get("Volumes") or ()}
     chosen: dict[str, Any] = {
         "command": command_of(launch),
         "entrypoint": "",
         "environment": environment,
         "working_dir": WORK,
         "user": traits.user,
-        "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in launch.directories.items()}
-        | _secrets(launch),
+        "volumes": volumes,
         "mounts": [
             docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
-            for mount in (*launch.injection.mounts, *shown)
+            for mount in mounts
         ],
         "labels": {**labels, LABEL_JOB: launch.job},
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
         "privileged": False,
         "read_only": True,
-        "tmpfs": TMPFS,
+        "tmpfs": dict.fromkeys({"/tmp", *declared} - own, IN_MEMORY),
         "shm_size": launch.shm_mib << 20,
         "network_mode": network,
         "ipc_mode": "private",
@@ -136,6 +143,12 @@ def arguments(launch: Launch, labels: dict[str, str], network: str, traits: Trai
         rates = [{"Path": disk.path, "Rate": launch.disk_bps}]
         chosen |= {"device_read_bps": rates, "device_write_bps": rates}
     return chosen
+
+
+def _path_of(image: dict[str, Any]) -> str:
+    """Return the PATH of an image."""
+    found = [text.removeprefix("PATH=") for text in image.get("Env") or () if text.startswith("PATH=")]
+    return found[-1] if found else PATH
 
 
 def not_limited(launch: Launch, limits: dict[str, float]) -> list[str]:

@@ -18,7 +18,7 @@ def sweep_containers(client: Any, node: str, live: frozenset[str] = frozenset())
         if container.id not in live:
             log.info("removing a container that an earlier run left: %s", container.short_id)
             with contextlib.suppress(docker.errors.APIError):
-                container.remove(force=True)
+                container.remove(force=True, v=True)
 
 
 def sweep_networks(client: Any, node: str, live: frozenset[str] = frozenset()) -> None:

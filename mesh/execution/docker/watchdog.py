@@ -270,7 +270,7 @@ def remove_containers(docker_socket: str, run: str) -> None:
     """Remove all containers of this run of a daemon, running or not, and then their networks."""
     filters = urllib.parse.quote(json.dumps({"label": [f"{LABEL_RUN}={run}"]}))
     for container in json.loads(_call(docker_socket, "GET", f"/containers/json?all=1&filters={filters}")[1]):
-        _call(docker_socket, "DELETE", f"/containers/{container['Id']}?force=1")
+        _call(docker_socket, "DELETE", f"/containers/{container['Id']}?force=1&v=1")
     for network in json.loads(_call(docker_socket, "GET", f"/networks?filters={filters}")[1]):
         _call(docker_socket, "DELETE", f"/networks/{network['Id']}")
 
