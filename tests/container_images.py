@@ -80,15 +80,15 @@ def import_busybox(*programs: Path) -> str:
     return f"{REPOSITORY}:{tag}"
 
 
-def with_volumes(image: str, *places: str) -> str:
-    """Make an image that declares these volumes, and return its name. It is removed if the first one is."""
+def changed_image(image: str, *changes: str) -> str:
+    """Make an image with these lines of a Dockerfile, and return its name. It is removed if the first one is."""
     import docker
 
     client: Any = docker.from_env()
     container = client.containers.create(image, "true")
     try:
         tag = os.urandom(6).hex()
-        container.commit(REPOSITORY, tag, changes=[f"VOLUME {place}" for place in places])
+        container.commit(REPOSITORY, tag, changes=list(changes))
     finally:
         container.remove()
         client.close()

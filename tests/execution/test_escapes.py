@@ -26,7 +26,7 @@ from mesh.network.edge import Edge
 from mesh.network.egress import Policy, policy_of, tag_of
 from mesh.util.processes import user_limits
 from tests.cleanup import cleanup
-from tests.container_images import busybox_image, with_volumes
+from tests.container_images import busybox_image, changed_image
 from tests.execution.bench import WAIT_S, Bench, processes_with, wait_until
 
 pytestmark = pytest.mark.docker
@@ -70,7 +70,8 @@ async def test_container_cannot_write_to_host(bench: Bench) -> None:
 
 async def test_volumes_of_an_image_are_in_memory_and_leave_nothing(bench: Bench) -> None:
     """Regression: what a guest wrote to one was counted by no limit, and stayed on the host's disk."""
-    image = with_volumes(str(bench.image), "/bin/../data/", "/tmp/inner", "/mesh/out", "/tmp")
+    places = ("/bin/../data/", "/tmp/inner", "/mesh/out", "/tmp")
+    image = changed_image(str(bench.image), *(f"VOLUME {place}" for place in places))
     before = volumes()
     said = await bench.output(
         "cat /proc/mounts; echo kept > /mesh/out/file; busybox touch /data/x && echo done", image=image
@@ -86,8 +87,15 @@ async def test_container_to_which_its_engine_gives_a_volume_does_not_run(
     monkeypatch.setattr(DockerEngine, "_config_of", lambda *asked: {})
     before = volumes()
     with pytest.raises(EngineError, match="gave it a volume, which no limit counts: /data"):
-        await bench.shell("echo ran; sleep 600", image=with_volumes(str(bench.image), "/data"))
+        await bench.shell("echo ran; sleep 600", image=changed_image(str(bench.image), "VOLUME /data"))
     assert volumes() == before
+
+
+async def test_health_check_of_an_image_does_not_run(bench: Bench) -> None:
+    """Its process is a child of the engine's, so it would be none of the guest's that are counted and audited."""
+    image = changed_image(str(bench.image), "HEALTHCHECK --interval=1s CMD echo ran >> $MESH_OUT_DIR/ran")
+    assert "done" in await bench.output("sleep 3; echo done", image=image)
+    assert not (bench.root / "out" / "ran").exists()
 
 
 async def test_container_cannot_gain_rights(bench: Bench) -> None:

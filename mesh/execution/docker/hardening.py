@@ -110,6 +110,7 @@ def arguments(
     chosen: dict[str, Any] = {
         "command": command_of(launch),
         "entrypoint": "",
+        "healthcheck": {"test": ["NONE"]},  # its process would be none of the guest's
         "environment": environment,
         "working_dir": WORK,
         "user": traits.user,
