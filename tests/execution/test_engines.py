@@ -435,7 +435,7 @@ async def test_network_is_removed_while_the_engine_counts_as_away(monkeypatch: p
     engine._client, engine._answers = SimpleNamespace(ping=silent, close=print), True
     monkeypatch.setattr(engine._bridges, "remove", lambda *asked: removed.append(asked))
     assert not (await engine.availability()).ok
-    engine._remove(SimpleNamespace(remove=lambda force: None, id="c"), Network("m1"))
+    engine._remove(SimpleNamespace(remove=lambda **how: None, id="c"), Network("m1"))
     assert removed == [(engine._client, "m1")] and engine._client is not None
     await engine.close()
 
