@@ -30,6 +30,7 @@ from ckptstore.pack import (
 )
 
 FALSE_HEADERS = 1024  # of a damaged pack: what a hostile chunk holds costs at most seconds of hashing (own choice)
+LEAST_FREE, LEAST_SHARE = 1 << 30, 20  # bytes left free on the disk, of a small one a twentieth (own choice)
 
 
 class ObjectReader:
@@ -231,8 +232,21 @@ class ObjectStore(ObjectReader):
 
     # --- quotas and errors
 
+    def check_room(self) -> None:
+        """Raise DiskFull if little of the disk is free: what else is on it, such as the journal, needs that."""
+        disk = os.statvfs(self.root)
+        free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        least = min(LEAST_FREE, total // LEAST_SHARE)
+        if free < least:
+            raise DiskFull(f"{self._full}; its last {least >> 20} MiB stay free for what else is on it")
+
+    @property
+    def _full(self) -> str:
+        return f"the disk of {self.root} is full: free some space; earlier checkpoints are safe"
+
     def check_incoming(self, foreign: bool) -> None:
-        """Raise QuotaExceeded if what is being written at the same time exceeds a quota."""
+        """Raise QuotaExceeded or DiskFull if what is being written at the same time exceeds a quota or the disk."""
+        self.check_room()
         incoming = sum(pack.bytes_written for pack in tuple(self.incoming) if pack.foreign or not foreign)
         published, room = self._rooms.get(foreign, (-1, None))
         if published != self.published or (room is not None and incoming > room):
@@ -283,9 +297,7 @@ class ObjectStore(ObjectReader):
             yield
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-                raise DiskFull(
-                    f"the disk of {self.root} is full: free some space; earlier checkpoints are safe"
-                ) from error
+                raise DiskFull(self._full) from error
             if error.errno in {errno.EROFS, errno.EACCES, errno.EPERM}:
                 raise ReadOnlyStore(f"cannot write in {error.filename or self.root}: {error.strerror}") from error
             raise

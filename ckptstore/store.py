@@ -368,6 +368,7 @@ class Store(ObjectStore):
         """
         _, manifest = decode_manifest(sealed, self.unseal)
         if not self.has(manifest_id(sealed)):
+            self.check_room()
             self.check_quota(_blocks(len(sealed)), manifest.user != self.user)
             if manifest.kind == "workdir" and manifest.user != self.user and fence != "ignore":
                 self._check_workdirs(manifest, len(sealed))

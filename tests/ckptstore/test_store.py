@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptstore import collector, saver, tree_scan
+from ckptstore import collector, objects, saver, tree_scan
 from ckptstore import manifest as manifest_module
 from ckptstore import pack as pack_module
 from ckptstore import receiver as receiver_module
@@ -1119,6 +1119,35 @@ def test_quota_is_enforced(tmp_path: Path) -> None:
     with pytest.raises(QuotaExceeded):
         save(store, tmp_path / "names")  # the manifest counts, too
     assert store.manifests() == []
+
+
+def test_part_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
+    write_tree(tmp_path / "in", {"a": os.urandom(5000)})
+    saved = save(ours, tmp_path / "in")
+    write_tree(tmp_path / "in", {"b": b""})
+    named = save(ours, tmp_path / "in", seq=2)
+    receiver = theirs.receive(10**6, "ada")
+    for piece in ours.stream(saved.manifest.chunks):
+        receiver.feed(piece)
+    receiver.finish()
+    monkeypatch.setattr(objects, "LEAST_FREE", 1 << 62)
+    monkeypatch.setattr(objects, "LEAST_SHARE", 1)  # all of it
+    receiver = theirs.receive(10**6, "ada")
+    write_tree(tmp_path / "in", {"c": os.urandom(5000)})
+    with monkeypatch.context() as roomy:
+        roomy.setattr(objects, "LEAST_FREE", 0)
+        more = save(ours, tmp_path / "in", seq=3)
+    with pytest.raises(DiskFull, match="stay free"):
+        for piece in ours.stream(more.manifest.chunks):
+            receiver.feed(piece)
+    with pytest.raises(DiskFull):
+        theirs.accept_manifest(named.sealed)
+    assert theirs.manifests() == []
+    monkeypatch.setattr(objects, "LEAST_FREE", 0)
+    theirs.accept_manifest(named.sealed)
+    ours.close()
+    theirs.close()
 
 
 def test_foreign_chunks_have_their_own_quota(tmp_path: Path) -> None:
