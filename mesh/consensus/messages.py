@@ -282,6 +282,17 @@ AnyMessage = (
 )
 
 
+COST_BYTES = 16_384  # hashed in less time than one signature is checked (own measurement)
+
+
+def cost_of(message: AnyMessage, size: int) -> int:
+    """Return what it costs at most to handle a message of this many bytes, in checks of a signature."""
+    match message:
+        case EventReport(events=sealed) | Accept(warrants=sealed) | Prepare(warrants=sealed) | PreVote(warrants=sealed):
+            return 1 + len(sealed) + size // COST_BYTES
+    return 1 + size // COST_BYTES
+
+
 class MessageError(ValueError):
     """The bytes are not a job message."""
 

@@ -56,6 +56,7 @@ from mesh.consensus.messages import (
     EventReport,
     Migrate,
     Start,
+    cost_of,
     decode_message,
     encode_message,
 )
@@ -425,13 +426,18 @@ class JobService:
 
     # --- messages and requests
 
+    async def room_for(self, sender: NodeId) -> bool:
+        """Wait until few messages of a peer wait to be handled; False if they still do after a while."""
+        return await self._inputs.room_for(sender)
+
     def deliver(self, sender: NodeId, data: bytes) -> bool:
         """Take in a peer's message; False if this node is overloaded. MessageError if the bytes are not a message."""
         message = decode_message(data)
+        cost = cost_of(message, len(data))
         if not self._inputs.has_room_for_peers:
             return False
         if isinstance(message, EventReport):  # after what came before it: that may say that the sender runs the job
-            self._inputs.put_now(partial(self._keep_events, sender, message))
+            self._inputs.put_of_peer(sender, cost, partial(self._keep_events, sender, message))
             return True
         if sender != self._me and isinstance(message, Asking) and self._needs_vouching(message):
             if not self.vouching.enter(sender):
@@ -440,7 +446,7 @@ class JobService:
         elif message.job in self.participant.archived:
             self._deliveries.start(self._deliver_archived(sender, message), f"deliver {format_job(message.job)[:8]}")
         else:
-            self._inputs.put_now(partial(self.participant.receive, sender, message))
+            self._inputs.put_of_peer(sender, cost, partial(self.participant.receive, sender, message))
         return True
 
     def _keep_events(self, sender: NodeId, message: EventReport, at: Instant) -> list[Directed]:

@@ -35,9 +35,11 @@ class Receiver:
 
     def __init__(self) -> None:
         self.taken: list[bytes] = []
+        self.room = True
         nothing: Any = None
         jobs: Any = SimpleNamespace(
             deliver=self._deliver,
+            room_for=self._room_for,
             replicator=SimpleNamespace(refusals=SimpleNamespace(counters={"refused_malformed": 0})),
         )
         others: Any = [nothing] * 10
@@ -48,6 +50,10 @@ class Receiver:
 
     async def _admit(self, request: bytes) -> tuple[Any, bytes]:
         return SimpleNamespace(node_id=ME), request
+
+    async def _room_for(self, sender: bytes) -> bool:
+        assert sender == ME
+        return self.room
 
     def _deliver(self, sender: bytes, message: bytes) -> bool:
         assert sender == ME
@@ -68,6 +74,12 @@ async def test_refused_message_takes_no_other_of_its_batch_with_it(refused: tupl
     receiver = Receiver()
     assert await receiver.post(b"one", *refused, b"two") == status and receiver.taken == [b"one", b"two"]
     assert receiver.handlers._counters["refused_malformed"] == refused.count(UNKNOWN)
+
+
+async def test_messages_of_a_member_of_which_many_wait_are_turned_away() -> None:
+    receiver = Receiver()
+    receiver.room = False
+    assert await receiver.post(b"one", b"two") == 503 and not receiver.taken
 
 
 def test_longest_answer_about_chunks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

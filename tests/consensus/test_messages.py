@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mesh.api.requests import InviteOrder, PauseOrder, PullOrder, ReclaimOrder, SubmitOrder
 from mesh.consensus.messages import (
+    COST_BYTES,
     MAX_MESSAGE_BYTES,
     MOST_WARRANTS,
     Accept,
@@ -16,13 +17,16 @@ from mesh.consensus.messages import (
     AnyMessage,
     Cancel,
     Closed,
+    EventReport,
     MessageError,
     Prepare,
+    PreVote,
     Promised,
     Refused,
     Released,
     Start,
     StartAnswer,
+    cost_of,
     decode_message,
     encode_message,
 )
@@ -74,6 +78,21 @@ def test_group_of_too_many_is_malformed() -> None:
             data = encode_message(Accept(JOB, 2, 1, group, JobRecord(), None))
             with pytest.raises(MessageError) if refused else contextlib.nullcontext():
                 decode_message(data)
+
+
+@pytest.mark.parametrize(
+    ("message", "checks"),
+    [
+        (Cancel(JOB, "ada"), 0),
+        (EventReport(JOB, (b"sealed",) * 64), 64),
+        (Prepare(JOB, 3, CONFIG, (b"warrant",) * 5), 5),
+        (PreVote(JOB, 3, CONFIG, (b"warrant",) * 5), 5),
+        (Accept(JOB, 3, 1, CONFIG, RECORD, D, warrants=(b"warrant",) * 8), 8),
+    ],
+)
+def test_cost_of_a_message_is_what_its_receiver_has_to_check(message: AnyMessage, checks: int) -> None:
+    assert cost_of(message, 100) == 1 + checks
+    assert cost_of(message, 4 * COST_BYTES) == 1 + checks + 4
 
 
 @given(st.binary(max_size=300))

@@ -16,19 +16,21 @@ from ckptstore.store import Store
 from membership.identity import Identity
 from mesh.checkpoints.replicator import Replicator
 from mesh.consensus.effects import Ended, Left, Notify, SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
-from mesh.consensus.messages import Accept, Cancel, Enlist, encode_message
+from mesh.consensus.messages import Accept, Cancel, Enlist, EventReport, encode_message
 from mesh.consensus.participant import STILL_ENDING, Directed
 from mesh.consensus.reports import GuestStarted, VacateWanted
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
+from mesh.jobs import input_queue
 from mesh.jobs import service as module
-from mesh.jobs.input_queue import BATCH, LIMIT, InputQueue, Overloaded
+from mesh.jobs.input_queue import BATCH, LIMIT, OF_PEER, InputQueue, Overloaded
 from mesh.jobs.logs import JobLogs
 from mesh.jobs.message_sender import MessageSender
 from mesh.jobs.service import JobService
 from mesh.journal import Journal, JournalError
+from mesh.model.events import MAX_REPORTED
 from mesh.model.record import Config, JobRecord, Voter
-from tests.consensus.worlds import JOB, SPEC_BYTES, B, RunnerWorld, make_spec
+from tests.consensus.worlds import JOB, SPEC_BYTES, B, C, RunnerWorld, make_spec
 from tests.wheels import alone
 
 WAIT_S = 10.0
@@ -90,6 +92,44 @@ async def test_cancel_raises_when_the_input_queue_is_full(jobs: JobService) -> N
 async def test_peer_message_is_turned_away_while_half_the_queue_is_taken(jobs: JobService) -> None:
     fill(jobs)
     assert not jobs.deliver(B, encode_message(Cancel(job=JOB, user="ada")))
+
+
+async def test_few_messages_of_one_peer_wait_at_a_time(jobs: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What costs much to handle counts as much, and nothing of it is lost: its sender waits."""
+    monkeypatch.setattr(input_queue, "ROOM_S", 0.01)
+    reports = encode_message(EventReport(job=JOB, events=(b"sealed",) * MAX_REPORTED))
+    for _ in range(OF_PEER // MAX_REPORTED):
+        assert await jobs.room_for(B) and jobs.deliver(B, reports)
+    assert not await jobs.room_for(B)
+    assert await jobs.room_for(C) and jobs.deliver(C, encode_message(Cancel(job=JOB, user="ada")))
+    monkeypatch.setattr(input_queue, "ROOM_S", WAIT_S)
+    waiting = asyncio.create_task(jobs.room_for(B))
+    await asyncio.sleep(0)
+
+    async def work() -> None:
+        while True:
+            for item in await jobs._inputs.batch():
+                item(Instant(1.0, 1))
+
+    working = asyncio.create_task(work())
+    assert await waiting and not jobs._inputs._of_peer
+    working.cancel()
+
+
+async def test_full_queue_leaves_other_work_its_turn() -> None:
+    queue, done = InputQueue(), list[int]()
+    for _ in range(4 * BATCH):
+        queue.put_now(lambda at: [])
+
+    async def work() -> None:
+        while queue._queue.qsize():
+            done.append(len(await queue.batch()))
+
+    working = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sum(done) < 4 * BATCH, "the loop belongs to the worker until nothing waits"
+    await working
 
 
 async def test_report_of_an_attempt_waits_for_room_in_the_queue(jobs: JobService) -> None:

@@ -164,6 +164,8 @@ class PeerHandlers:
         messages = self._read(decode_batch, body)
         answer = web.Response()
         for data in messages[:BATCH_LIMIT]:  # one that is refused, as of a newer version, takes no other with it
+            if not await self._jobs.room_for(credentials.node_id):
+                return web.Response(status=503, text="too many messages of this node wait to be handled")
             try:
                 if not self._jobs.deliver(credentials.node_id, data):
                     answer = web.Response(status=503, text="this node has too much to do")
