@@ -86,7 +86,7 @@ class Archive:
         now = time.monotonic()
         self._taken_out = {job: at for job, at in self._taken_out.items() if now - at < TAKEN_OUT_S}
         groups: dict[bytes, list[JobStatus]] = {}
-        for status in self._job_table.all().values():
+        for status in self._job_table.by_own_view(self._participant.witnesses).values():
             groups.setdefault(status.array.array if status.array is not None else status.job, []).append(status)
         over = [(_ended_unix(group), group) for group in groups.values() if all(status.outcome for status in group)]
         excess = sum(len(group) for _, group in over) - AT_HAND

@@ -125,6 +125,25 @@ async def test_job_whose_end_is_not_certain_stays(node: Node, journal: Journal) 
     assert node.participant.archived == {number(1), number(2)}
 
 
+async def test_false_status_changes_nothing_of_what_is_archived(node: Node, journal: Journal) -> None:
+    """Nor does it keep a job in memory: any member can publish one that looks newer."""
+    for count in range(4):
+        await node.has(number(count), LONG_AGO + count)
+    failed = Outcome("failed", "exit 1", 1, None, (), int(NOW * 1000))
+    for count, changes in ((0, {"outcome": failed, "user": "eve"}), (1, {"array": ArrayPlace(b"a" * 16, 1, 0, 2, 1)})):
+        own = node.job_table.own(number(count))
+        assert own is not None
+        false = msgspec.structs.replace(own, rank=(1, 2**40, 2**40, 2), **changes)
+        node.job_table.update(C, number(count), false)
+        assert node.job_table.get(number(count)) == false
+    going = msgspec.structs.replace(false, job=number(9), outcome=None, rank=(0, 1, 1, 2))
+    node.job_table.update(C, number(9), going)
+    await node.archive.archive_old((), NOW)
+    kept = {job.job: (job.user, job.kind, job.array) for job in await journal.archived()}
+    assert kept == dict.fromkeys((number(0), number(1)), ("ada", "done", None))
+    assert node.job_table.ends[number(0)] == "done"
+
+
 async def test_array_waits_for_each_of_its_jobs(node: Node) -> None:
     array = b"a" * 16
     for place in range(4):
