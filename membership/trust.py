@@ -504,7 +504,11 @@ class TrustStore:
         except (EnvelopeError, *MALFORMED) as error:
             raise TrustError(f"a certificate of the chain is not valid in this mesh: {error}") from error
         names_fit = len(certificate.nick.encode()) <= MAX_NAME_BYTES and _USER_NAME.fullmatch(certificate.user)
-        if len(certificate.subject) != 32 or len(certificate.user_key) != 32 or not names_fit:
+        times_fit = all(
+            0 <= at_unix <= LAST_UNIX
+            for at_unix in (certificate.bound_unix, certificate.not_before, certificate.not_after)
+        )
+        if len(certificate.subject) != 32 or len(certificate.user_key) != 32 or not names_fit or not times_fit:
             raise TrustError("a certificate of the chain has invalid fields")
         if len(certificate.through) > MAX_THROUGH or any(len(key) != 32 for key in certificate.through):
             raise TrustError(f"{certificate.nick!r} came in through more than {MAX_THROUGH} nodes, or invalid ones")

@@ -9,6 +9,7 @@ from membership.envelope import MeshSealer, open_envelope, seal
 from membership.identity import Identity
 from membership.trust import (
     _GENESIS_ID,
+    LAST_UNIX,
     MAX_ROOTS,
     MAX_THROUGH,
     MAX_USES,
@@ -218,6 +219,35 @@ def test_admitter_cannot_bind_before_the_founding() -> None:
         sealed = seal(identity, store.mesh_id, "certificate", msgspec.msgpack.encode(forged))
         with pytest.raises(TrustError, match="before the mesh was founded"):
             store.admit_chain(msgspec.msgpack.encode([*links, sealed]), NOW)
+
+
+@pytest.mark.parametrize("at_unix", [-1, LAST_UNIX + 1, 2**61])
+@pytest.mark.parametrize("field", ["bound_unix", "not_before", "not_after"])
+def test_certificate_has_times_that_every_node_can_show(field: str, at_unix: int) -> None:
+    """Why a name belongs to another user is said with the day, and whatever asks for credentials says it."""
+    identity, chain = admitter()
+    store = TrustStore(GENESIS)
+    links = msgspec.msgpack.decode(chain, type=list[bytes])
+    sealed = seal(
+        identity,
+        store.mesh_id,
+        "certificate",
+        msgspec.msgpack.encode(certificate(GUEST.node_id, "cyd", **{field: at_unix})),
+    )
+    with pytest.raises(TrustError, match="invalid fields"):
+        store.admit_chain(msgspec.msgpack.encode([*links, sealed]), NOW)
+
+
+def test_admitters_two_bindings_of_a_name_in_the_last_year_break_nothing() -> None:
+    identity, chain = admitter()
+    store = TrustStore(GENESIS)
+    links = msgspec.msgpack.decode(chain, type=list[bytes])
+    for key, bound_unix in ((GUEST, LAST_UNIX), (Identity(b"\x23" * 32), LAST_UNIX - 1)):
+        forged = msgspec.msgpack.encode(certificate(key.node_id, "cyd", bound_unix=bound_unix))
+        sealed = seal(identity, store.mesh_id, "certificate", forged)
+        store.admit_chain(msgspec.msgpack.encode([*links, sealed]), NOW)
+    assert store.credentials(key.node_id, NOW) is not None
+    assert "since 9999" in store.refusal(store.seen()[GUEST.node_id], NOW)
 
 
 def test_renewal_keeps_user_and_roles() -> None:
