@@ -127,10 +127,10 @@ def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
     """
     named = [advert for advert in adverts if advert.node in request.on] if request.on else adverts
     lenders = [_idle(advert) for advert in named if advert.lending]
-    refused = {advert.nick: refusals(request, advert) for advert in lenders}
+    refused = [(advert.nick, refusals(request, advert)) for advert in lenders]  # two nodes may have one nick
     if not lenders:
         return None
-    able = sum(not reasons for reasons in refused.values())
+    able = sum(not reasons for _, reasons in refused)
     if able and able < request.nodes:
         return f"{able} of the nodes could run it, and it needs {request.nodes}: ask for fewer with --nodes, or see `mesh nodes`"
     if able:
@@ -148,7 +148,7 @@ def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
             return f"no lending node has image {request.image}: load it on one (`docker pull`, `docker load`)"
         texts = [f"{advert.nick}: {image_refusal(request, advert)}" for advert in lenders[:REFUSALS_SHOWN]]
         return f"no lending node can run image {request.image} ({'; '.join(texts)}). See `mesh image ls`"
-    texts = [f"{nick}: {', '.join(reasons)}" for nick, reasons in list(refused.items())[:REFUSALS_SHOWN]]
+    texts = [f"{nick}: {', '.join(reasons)}" for nick, reasons in refused[:REFUSALS_SHOWN]]
     more = f"; and {len(refused) - REFUSALS_SHOWN} more" if len(refused) > REFUSALS_SHOWN else ""
     return f"no node could run it: {'; '.join(texts)}{more}"
 

@@ -40,7 +40,7 @@ class MeshView:
         self._two_level_since = 0
 
     def adverts(self) -> list[Advert]:
-        """Return the valid advert of each provider that can be reached, with the user that its certificate names."""
+        """Return the valid advert of each provider that can be reached, with the nick and user that its certificate names."""
         found, all_caps = [], self._caps()
         present = {
             member.node_id: member
@@ -109,7 +109,8 @@ def instant() -> Instant:
 def _advert_of(record: Record, member: MemberView, caps: Caps | None) -> Advert | None:
     try:
         advert = decode_advert(record.node, record.body)
-        return capped(replace(advert, user=member.user, user_key=member.user_key), caps)
+        certified = replace(advert, nick=member.nick, user=member.user, user_key=member.user_key)
+        return capped(certified, caps)
     except AdvertError as error:
         log.debug("ignored the advert of %s: %s", short_id(record.node), error)
     except Exception:  # a fault of this program: it must not hide all other nodes

@@ -87,6 +87,7 @@ def test_image_that_no_node_can_run_is_refused_at_submission() -> None:
         and "mesh image ls" in nobody
     )
     assert cannot_ever(BY_HASH, [node(0), node(1, **FETCHES)]) is None
+    assert cannot_ever(BY_HASH, [node(1, **FETCHES), node(0, nick="n2")]) is None, "two nodes may have one nick"
     assert "`docker load`" in str(cannot_ever(BY_NAME, [node(0)]))
     assert "has no docker engine" in str(cannot_ever(BY_HASH, [advert(NODES[0], **HAS)]))
 
