@@ -238,6 +238,19 @@ class Vouching:
         running = sum(runs(node, record.holder, record.record) for record in records.values())
         return spec if 2 * running > len(config.nodes) else None
 
+    async def runner_of(self, job: bytes) -> NodeId | None:
+        """Return the node that runs a job, as a majority of its witnesses say; None otherwise."""
+        try:
+            spec = await self._spec(job)
+        except Refused:
+            return None
+        present = await self._present(job, spec)
+        if present is None:
+            return None
+        config, records = present
+        [(node, count)] = Counter(record.holder for record in records.values()).most_common(1)
+        return node if 2 * count > len(config.nodes) else None
+
     async def describe(self, job: bytes, first: NodeId | None = None) -> JobSpec | None:
         """Return the description of a job that others report, signed by its submitter; None if nobody gives it.
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -114,14 +114,45 @@ async def test_path_out_of_the_directories_of_a_job_is_no_file(path: str, tmp_pa
 
 async def test_files_of_a_job_are_for_its_user_only(tmp_path: Path) -> None:
     nothing: Any = None
-    membership: Any = SimpleNamespace(credentials=SimpleNamespace(user="bob"))
-    lookup = JobLookup(b"me", membership, nothing, nothing, nothing, nothing)
-    status: Any = SimpleNamespace(job=JOB, user="ada", runner=b"me", outcome=None)
-    lookup.find_job = lambda text: status  # type: ignore[method-assign]
+    lookup = foreign_job()
     with pytest.raises(MeshError, match="ada's, not yours"):
         await files.FileHandlers(nothing, nothing, lookup).copy("x", "work")
     with pytest.raises(MeshError, match="ada's, not yours"):
         await CheckpointHandlers(nothing, nothing, nothing, lookup).pull("x", None, str(tmp_path / "new"))
+
+
+async def test_description_tells_whose_a_job_is_and_no_status() -> None:
+    """Any member can publish that its own job is another user's, or that another's job is its own."""
+    theirs, own = foreign_job(claimed="bob"), foreign_job(claimed="mallory", key=BOB_KEY)
+    with pytest.raises(MeshError, match="ada's, not yours"):
+        await theirs.find_own("x")
+    assert (await own.find_own("x")).job == JOB
+
+
+BOB_KEY = b"b" * 32
+
+
+def foreign_job(claimed: str = "ada", key: bytes = b"a" * 32) -> JobLookup:
+    """Bob's node, which knows one job: its description is signed by a node of the user with this key."""
+    nothing: Any = None
+
+    async def describe(job: bytes) -> Any:
+        return SimpleNamespace(user="ada", user_key=key)
+
+    async def submitted(job: bytes) -> None:
+        return None
+
+    membership: Any = SimpleNamespace(credentials=SimpleNamespace(user="bob", user_key=BOB_KEY))
+    jobs: Any = SimpleNamespace(
+        participant=SimpleNamespace(witnesses={}),
+        vouching=SimpleNamespace(describe=describe),
+        authority=nothing,
+    )
+    journal: Any = SimpleNamespace(submitted=submitted)
+    lookup = JobLookup(b"me", membership, journal, nothing, jobs, nothing)
+    status: Any = SimpleNamespace(job=JOB, user=claimed, runner=b"me", outcome=None, witnesses=())
+    lookup.find_job = lambda text: status  # type: ignore[method-assign]
+    return lookup
 
 
 class Dripping:
@@ -166,8 +197,7 @@ async def fast() -> AsyncIterator[bytes]:
 async def copy(peer: Dripping) -> int:
     nothing: Any = None
     handlers = files.FileHandlers(nothing, peer, nothing)  # type: ignore[arg-type]
-    status: Any = SimpleNamespace(runner=b"lender", job=b"j" * 16)
-    return sum([len(piece) async for piece in handlers._from_runner(status, "work")])
+    return sum([len(piece) async for piece in handlers._from_runner(b"lender", b"j" * 16, "work")])
 
 
 async def test_lender_that_drips_or_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,11 +367,7 @@ async def test_files_of_a_finished_job_are_those_that_witnesses_state(finished: 
 
 
 async def test_files_of_a_running_job_come_from_the_node_that_witnesses_name() -> None:
-    asked, peers = list[bytes](), list[bytes]()
-
-    async def read_by_runner(job: bytes, node: bytes) -> object:
-        asked.append(node)
-        return "spec" if node == A else None
+    peers, named = list[bytes](), list[bytes | None]()
 
     @asynccontextmanager
     async def stream(node: bytes, *request: object) -> AsyncIterator[Any]:
@@ -351,16 +377,57 @@ async def test_files_of_a_running_job_come_from_the_node_that_witnesses_name() -
     async def nothing() -> bytes:
         return b""
 
-    def lookup(runner: bytes) -> Any:
-        status = SimpleNamespace(job=JOB, runner=runner, outcome=None)
-        return SimpleNamespace(me=B, find_job=lambda text: status, check_owner=lambda status: None)
+    async def runner_of(job: bytes) -> bytes | None:
+        return named.pop()
 
-    jobs: Any = SimpleNamespace(vouching=SimpleNamespace(read_by_runner=read_by_runner))
+    async def is_own(status: object) -> None:
+        pass
+
+    status = SimpleNamespace(job=JOB, runner=C, outcome=None)  # as C, a member, publishes
+    lookup: Any = SimpleNamespace(me=B, find_job=lambda text: status, check_owner=is_own, runner_of=runner_of)
+    unused: Any = None
     peer: Any = SimpleNamespace(stream=stream)
-    with pytest.raises(MeshError, match="do not say that it runs there"):
-        await files.FileHandlers(jobs, peer, lookup(C)).copy("job", "out")
-    assert [piece async for piece in await files.FileHandlers(jobs, peer, lookup(A)).copy("job", "out")] == []
-    assert asked == [C, A] and peers == [A]
+    handlers = files.FileHandlers(unused, peer, lookup)
+    named.append(None)
+    with pytest.raises(MeshError, match="do not say where it runs"):
+        await handlers.copy("job", "out")
+    named.append(A)
+    assert [piece async for piece in await handlers.copy("job", "out")] == []
+    assert peers == [A]
+
+
+@pytest.mark.parametrize(("here", "views", "found"), [(True, (), b"me"), (False, (None,), None), (False, (C, None), A)])
+async def test_witnesses_are_asked_where_a_job_runs(here: bool, views: tuple[bytes | None, ...], found: bytes) -> None:
+    async def runner_of(job: bytes) -> bytes:
+        return A
+
+    nothing: Any = None
+    shown = [SimpleNamespace(runner=runner, outcome=None) for runner in views]
+    jobs: Any = SimpleNamespace(
+        participant=SimpleNamespace(runners={JOB} if here else ()),
+        job_table=SimpleNamespace(views_of=lambda job: shown),
+        vouching=SimpleNamespace(runner_of=runner_of),
+    )
+    assert await JobLookup(b"me", nothing, nothing, nothing, jobs, nothing).runner_of(JOB) == found
+
+
+@pytest.mark.parametrize("users", [("mallory",), ("mallory", "bob")])
+async def test_owner_cancels_a_job_that_others_call_their_own(users: tuple[str, ...]) -> None:
+    orders, nothing = list[Any](), cast(Any, None)
+    lookup = foreign_job(claimed="mallory", key=BOB_KEY)
+    views: Any = [SimpleNamespace(user=user, outcome=None, runner=A, witnesses=(B,), submitter=C) for user in users]
+    status = SimpleNamespace(**vars(lookup.find_job("x")) | {"array": None, "state": "running"})
+    lookup.find_jobs = lambda text: [status]  # type: ignore[method-assign,list-item]
+    lookup._jobs.job_table = SimpleNamespace(views_of=lambda job: views)  # type: ignore[assignment]
+    lookup._jobs.cancel = lambda *order: orders.append(order)  # type: ignore[method-assign]
+
+    async def withdraw(job: bytes) -> None:
+        pass
+
+    submissions: Any = SimpleNamespace(withdraw=withdraw)
+    handlers = JobHandlers(nothing, nothing, nothing, nothing, lookup._jobs, submissions, lookup)
+    [row] = (await handlers.cancel("x")).jobs
+    assert row.state == "cancelling" and orders == [(JOB, "bob", [A, B, C])]
 
 
 async def test_files_without_the_key_of_their_job_are_refused(finished: Finished, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -206,3 +206,36 @@ async def test_frames_that_do_not_belong_end_the_tunnel(world: World, asks: tupl
     await world.serve(line)
     assert isinstance(line.sent[-1], Failed) and world.session.taken == []
     assert world.session.closed == (len(asks) > 1)
+
+
+# --- on the node of the user
+
+
+@pytest.mark.parametrize(
+    ("over", "shown", "why"),
+    [(False, b"x" * 32, "do not say where it runs"), (False, None, "does not run now"), (True, b"x" * 32, "is over")],
+)
+async def test_tunnel_goes_to_the_node_that_witnesses_name(
+    world: World, over: bool, shown: bytes | None, why: str
+) -> None:
+    """What goes in may be a password, and any member can publish that it runs the job."""
+    asked, runner = list[bytes](), [b"r" * 32]
+
+    async def find_own(text: str) -> Any:
+        return SimpleNamespace(job=JOB, runner=shown, outcome="its end" if over else None, state="running")
+
+    async def runner_of(job: bytes) -> bytes | None:
+        return runner.pop() if runner else None
+
+    async def call(node: bytes, method: str, path: str) -> bytes:
+        asked.append(node)
+        return b"leave"
+
+    lookup: Any = SimpleNamespace(me=b"m" * 32, find_own=find_own, runner_of=runner_of)
+    peers: Any = SimpleNamespace(call=call)
+    tunnels = Tunnels(world.trust, world.membership, world.jobs, peers, lookup, True)
+    assert await tunnels.control_file("job", "notice") == "leave" and asked == [b"r" * 32]
+    for enter in (lambda: tunnels.control_file("job", "notice"), lambda: tunnels._lead(cast(Any, None), "job", EXEC)):
+        with pytest.raises(MeshError, match=why):
+            await enter()
+    assert len(asked) == 1

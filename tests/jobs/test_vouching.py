@@ -147,6 +147,22 @@ async def test_half_of_an_even_group_is_no_majority() -> None:
     assert await fresh.vouching.read_by_runner(JOB, D) is None
 
 
+async def test_runner_is_who_holds_the_lease_at_most_witnesses() -> None:
+    node = Node()
+    assert await node.vouching.runner_of(JOB) is None, "nobody has its description"
+    assert await node.vouching.describe(JOB, D) == SPEC and await node.vouching.runner_of(JOB) == D
+    node.peers.records[A] = msgspec.structs.replace(node.peers.records[A], holder=E)
+    assert await node.vouching.runner_of(JOB) == D, "one witness lies"
+    node.peers.records[B] = msgspec.structs.replace(node.peers.records[B], holder=None)
+    assert await node.vouching.runner_of(JOB) is None
+    even = Node()
+    assert await even.vouching.describe(JOB, D) == SPEC
+    even.group(1, (A, B))
+    even.peers.records[C] = even.peers.records[A]
+    even.peers.records[B] = msgspec.structs.replace(even.peers.records[B], holder=A)
+    assert await even.vouching.runner_of(JOB) is None, "half of a group"
+
+
 async def test_vouching_for_one_term_holds_for_no_other() -> None:
     node = Node()
     assert await node.judge()

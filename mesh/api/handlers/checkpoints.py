@@ -83,7 +83,7 @@ class CheckpointHandlers:
         target = Path(destination)
         await require_free(target)
         status = self._lookup.find_job(text)
-        self._lookup.check_owner(status)
+        await self._lookup.check_owner(status)
         name = format_job(status.job)[:8]
         if seq is None or (status.commit is not None and status.commit.seq == seq):
             if status.commit is None:

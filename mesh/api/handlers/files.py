@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from membership.identity import NodeId
 from mesh.api.file_stream import End, frame, packed
 from mesh.api.handlers.lookup import JobLookup
 from mesh.consensus.status import JobStatus
@@ -32,14 +33,14 @@ class FileHandlers:
     async def copy(self, text: str, path: str) -> AsyncIterator[bytes]:
         """Stream a file or directory of this user's job; MeshError before the first piece if it does not exist."""
         status = self._lookup.find_job(text)
-        self._lookup.check_owner(status)
+        await self._lookup.check_owner(status)
+        runner = await self._lookup.runner_of(status.job)  # programs trust these files
+        if runner == self._lookup.me:
+            return self.running_files(status.job, path)
+        if runner is not None:
+            return self._from_runner(runner, status.job, path)
         if status.runner is not None and status.outcome is None:
-            if status.runner == self._lookup.me:
-                return self.running_files(status.job, path)
-            # Programs trust these files, and any member can publish that it runs the job.
-            if await self._jobs.vouching.read_by_runner(status.job, status.runner) is None:
-                raise MeshError("most of the job's witnesses do not say that it runs there: try again in a moment")
-            return self._from_runner(status, path)
+            raise MeshError("most of the job's witnesses do not say where it runs: try again in a moment")
         return await self._from_store(status, path)
 
     def running_files(self, job: bytes, path: str) -> AsyncIterator[bytes]:
@@ -49,15 +50,14 @@ class FileHandlers:
             raise MeshError("the job does not run here", ExitCode.NOT_FOUND)
         return sliced(packed(_within(attempt.base, path)))
 
-    async def _from_runner(self, status: JobStatus, path: str) -> AsyncIterator[bytes]:
-        assert status.runner is not None
+    async def _from_runner(self, runner: NodeId, job: bytes, path: str) -> AsyncIterator[bytes]:
         # In hex: a request is signed with its path as it is written, and URLs have several ways to write one.
-        where = f"/v1/jobs/{status.job.hex()}/files?path={path.encode().hex()}"
+        where = f"/v1/jobs/{job.hex()}/files?path={path.encode().hex()}"
         begun, patience = False, Patience()
         try:
             async with AsyncExitStack() as stack:
                 async with patience.waiting():
-                    response = await stack.enter_async_context(self._peers.stream(status.runner, "GET", where, b""))
+                    response = await stack.enter_async_context(self._peers.stream(runner, "GET", where, b""))
                 while True:
                     async with patience.waiting():
                         piece = await response.content.readany()

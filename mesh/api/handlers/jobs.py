@@ -204,11 +204,12 @@ class JobHandlers:
         rows: list[schemas.jobs.Cancelled] = []
         for status in found:
             over = status.outcome is not None
-            if not over:
-                self._lookup.check_owner(status)
             views = self._jobs.job_table.views_of(status.job)
-            going = [view for view in views if view.outcome is None and view.user == self._lookup.user]
-            if going:  # though a false view may say that it is over
+            going = [view for view in views if view.outcome is None]
+            own = any(view.user == self._lookup.user for view in going)
+            if not own and not over:
+                await self._lookup.check_owner(status)
+            if own or not over:  # a false view may say that it is over, or another's
                 known = {node for view in going for node in (view.runner, *view.witnesses, view.submitter)}
                 self._jobs.cancel(status.job, self._lookup.user, sorted(filter(None, known)))
             state = status.state if over else "cancelling"
@@ -219,7 +220,7 @@ class JobHandlers:
 
     async def migrate(self, text: str, order: MigrateOrder) -> schemas.jobs.Migrating:
         """Ask the job's runner to move it; MeshError if no other node, or not the named one, could take it now."""
-        status = self._lookup.find_own(text)
+        status = await self._lookup.find_own(text)
         name = format_job(status.job)[:8]
         last = status.attempts[-1] if status.attempts else None
         if status.outcome is not None or status.runner is None or last is None or not last.running_unix_ms:
@@ -249,7 +250,7 @@ class JobHandlers:
 
     async def recover(self, text: str, go: bool) -> schemas.jobs.Recovered:
         """Collect the witness records that are left and report what continuing from them would lose; with `go`, continue."""
-        status = self._lookup.find_own(text)
+        status = await self._lookup.find_own(text)
         records = await self._records(status.job)
         try:
             plan = make_plan(status.job, records, self._jobs.mesh_view.look(), instant())

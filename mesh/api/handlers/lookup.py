@@ -23,6 +23,7 @@ from mesh.checkpoints.keys import NoKey
 from mesh.checkpoints.replicator import FetchError
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.status import JobStatus
+from mesh.jobs.authority import is_user
 from mesh.jobs.awaited_ends import one_stated
 from mesh.jobs.service import JobService
 from mesh.journal import Journal
@@ -201,16 +202,20 @@ class JobLookup:
             else [status for status in named if status.array is not None and status.array.array == array.array]
         }
 
-    def find_own(self, text: str) -> JobStatus:
+    async def find_own(self, text: str) -> JobStatus:
         """Return the named job; MeshError if it is another user's."""
         status = self.find_job(text)
-        self.check_owner(status)
+        await self.check_owner(status)
         return status
 
-    def check_owner(self, status: JobStatus) -> None:
-        """Check that the job belongs to this node's user; MeshError if not."""
-        if status.user != self.user:
-            raise MeshError(f"job {format_job(status.job)[:8]} is {status.user}'s, not yours", ExitCode.REFUSED)
+    async def check_owner(self, status: JobStatus) -> None:
+        """Check that the job belongs to this node's user; MeshError if not.
+
+        Its description says so: any member can publish a status that names another user.
+        """
+        spec = await self.spec_of(status)
+        if not is_user(self._membership.credentials, spec.user_key):
+            raise MeshError(f"job {format_job(status.job)[:8]} is {spec.user}'s, not yours", ExitCode.REFUSED)
 
     # --- what its witnesses keep
 
@@ -220,18 +225,33 @@ class JobLookup:
         return witness.witness_record.spec if witness is not None else await self._journal.submitted(job)
 
     async def spec_of(self, status: JobStatus) -> JobSpec:
-        """Return the job's description, from this node or a witness; MeshError if none answers."""
-        sealed = await self.sealed_spec(status.job)
-        for node in status.witnesses:
-            if sealed is None and node != self.me:
-                with suppress(PeerError):
-                    sealed = await self._peers.call(node, "GET", f"/v1/jobs/{status.job.hex()}/spec")
-        if sealed is None:
+        """Return the job's description, signed by a node of its user, from this node or another; MeshError if none gives it."""
+        job, authority = status.job, self._jobs.authority
+        sealed = await self.sealed_spec(job)
+        if sealed is not None:
+            try:
+                return authority.read_members_spec(job, sealed)
+            except SpecError as error:
+                raise MeshError(f"this node has a damaged job description: {error}") from error
+        spec = await self._jobs.vouching.describe(job)
+        for node in status.witnesses if spec is None else ():  # it asks only some
+            if node != self.me:
+                with suppress(PeerError, SpecError):
+                    return authority.read_members_spec(
+                        job, await self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/spec")
+                    )
+        if spec is None:
             raise MeshError("none of the job's witnesses can be reached now; try again in a moment")
-        try:
-            return self._jobs.authority.read_spec(status.job, sealed)
-        except SpecError as error:
-            raise MeshError(f"a witness gave a damaged job description: {error}") from error
+        return spec
+
+    async def runner_of(self, job: bytes) -> NodeId | None:
+        """Return the node that runs a job, as most of its witnesses say: any member can publish that it does."""
+        if job in self._jobs.participant.runners:
+            return self.me
+        views = self._jobs.job_table.views_of(job)
+        if not any(view.runner is not None and view.outcome is None for view in views):
+            return None
+        return await self._jobs.vouching.runner_of(job)
 
     def own_record(self, job: bytes) -> WitnessRecord | None:
         """Return this node's witness record of the job."""

@@ -102,7 +102,7 @@ class Tunnels:
             parse_target(way)
         except ValueError as error:
             raise MeshError(str(error), ExitCode.USAGE) from error
-        job, runner = self._runner_of(text)
+        job, runner = await self._runner_of(text)
         if runner == self._lookup.me:
             await self.serve(line, job, way, self._membership.credentials)
             return
@@ -110,21 +110,24 @@ class Tunnels:
             async with self._peers.tunnel(runner, f"/v1/jobs/{job.hex()}/tunnel/{way}") as other:
                 await splice(line, other)
 
-    def _runner_of(self, text: str) -> tuple[bytes, bytes]:
-        """Return the job and the node that runs it; MeshError if it does not run, or is another user's."""
-        status = self._lookup.find_own(text)
+    async def _runner_of(self, text: str) -> tuple[bytes, bytes]:
+        """Return the job and the node that runs it, which sees what the user types; MeshError if none does, or for another's."""
+        status = await self._lookup.find_own(text)
         name = format_job(status.job)[:8]
+        runner = await self._lookup.runner_of(status.job)
+        if runner is not None:
+            return status.job, runner
         if status.outcome is not None:
             raise MeshError(
                 f"job {name} is over ({status.state}): `mesh logs {name}` shows its output", ExitCode.NOT_FOUND
             )
-        if status.runner is None:
-            raise NotRunning(f"job {name} does not run now (it is {status.state}): `mesh why {name}` says more")
-        return status.job, status.runner
+        if status.runner is not None:
+            raise NotRunning(f"most of the witnesses of job {name} do not say where it runs: try again in a moment")
+        raise NotRunning(f"job {name} does not run now (it is {status.state}): `mesh why {name}` says more")
 
     async def control_file(self, text: str, name: str) -> str:
         """Return a small file from the job's control directory."""
-        job, runner = self._runner_of(text)
+        job, runner = await self._runner_of(text)
         if runner == self._lookup.me:
             return self.own_control_file(job, name, self._membership.credentials).decode(errors="replace")
         try:
