@@ -4,6 +4,7 @@ The daemon and the simulator drive this same object. Messages, timers and report
 and the role it belongs to.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from math import inf
 from random import Random
@@ -108,6 +109,11 @@ class Rules(msgspec.Struct, frozen=True):
     fits_without: Callable[[bytes, bytes, JobSpec], bool] = lambda *asked: True
 
 
+# What this node keeps in memory of the jobs of one user that it witnesses, by their descriptions as signed; the least that one
+# counts as; and the share that is left to groups which this node was asked to join (own choice).
+OF_A_USER_BYTES, LEAST_BYTES, JOINED = 256 * 2**20, 8 * 1024, 2
+
+
 class _Submission:
     def __init__(self, proposer: Proposer, give_up_at: float) -> None:
         self.proposer = proposer
@@ -138,6 +144,7 @@ class Participant:
         self.runners: dict[bytes, Runner] = {}
         self.members: dict[bytes, GangMember] = {}
         self.refused = 0  # messages that no correct peer sends
+        self._of_users = Counter[bytes]()  # bytes of the jobs that this node witnesses, by the key of their user
         self._submissions: dict[bytes, _Submission] = {}
         self._yielded: dict[str, list[float]] = {}  # when guests left for jobs of a user that have not come yet
         self._first_terms: set[bytes] = set()  # jobs submitted in this run that nobody has been asked to start
@@ -172,7 +179,8 @@ class Participant:
         witness_record = witness.witness_record = msgspec.structs.replace(witness.witness_record, disk=self.disk)
         job = witness_record.job
         self.archived.discard(job)
-        self.witnesses[job] = witness
+        self._forget(job)
+        self._keep(witness)
         self.leaders[job] = Leader(witness, witness.spec, self._rng, self._rules.warrant)
         if witness_record.holder == self.me and witness.spec.most_nodes == 1:
             witness.lease_until = at.now
@@ -182,11 +190,25 @@ class Participant:
     def archive(self, job: bytes) -> None:
         """Remove a finished job, whose witness record is on disk, from memory."""
         assert self.witnesses[job].finished
-        del self.witnesses[job], self.leaders[job]
+        self._forget(job)
+        del self.leaders[job]
         self._vouchers.pop(job, None)
         self._checked.pop(job, None)
         self._led.pop(job, None)
         self.archived.add(job)
+
+    def _keep(self, witness: Witness) -> None:
+        self.witnesses[witness.witness_record.job] = witness
+        self._of_users[witness.spec.user_key] += _bytes_of(witness.witness_record.spec)
+
+    def _forget(self, job: bytes) -> None:
+        witness = self.witnesses.pop(job, None)
+        if witness is not None:
+            self._of_users[witness.spec.user_key] -= _bytes_of(witness.witness_record.spec)
+
+    def _has_room(self, spec: JobSpec, sealed: bytes, share: int = 1) -> bool:
+        """Tell whether this node may witness one more job of a user: memory and journal are for all users."""
+        return self._of_users[spec.user_key] + _bytes_of(sealed) <= share * OF_A_USER_BYTES
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
         """Propose the job's empty record to its witnesses; `Submitted` answers."""
@@ -351,10 +373,13 @@ class Participant:
             except SpecError:
                 self.refused += 1
                 return []
+            if not self._has_room(spec, message.spec, JOINED if message.config.number else 1):
+                self.refused += 1
+                return []
             witness = Witness.created(message, message.spec, spec, disk)
             if not self._may_propose(sender, message, witness, created=True):
                 return []
-            self.witnesses[job] = witness
+            self._keep(witness)
             self.leaders[job] = Leader(witness, spec, self._rng, self._rules.warrant)
             self.leaders[job].view = self._view
             effects.append(SaveWitnessRecord(witness.witness_record))
@@ -449,10 +474,12 @@ class Participant:
         if not disk:
             return Introduced(message.job, disk, "its record of the job cannot be read")
         try:
-            self._spec(message.job, message.spec)
+            spec = self._spec(message.job, message.spec)
         except SpecError as error:
             self.refused += 1
             return Introduced(message.job, disk, shortened(str(error)))
+        if message.job not in self.witnesses and not self._has_room(spec, message.spec):
+            return Introduced(message.job, disk, "it witnesses as many jobs of this user as it can")
         return Introduced(message.job, disk)
 
     def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed]:
@@ -708,3 +735,7 @@ def on_member_report(member: GangMember, event: RunnerEvent, at: Instant) -> lis
         case ClockStood():
             return member.clock_stood(at)
     return []
+
+
+def _bytes_of(sealed: bytes) -> int:
+    return max(len(sealed), LEAST_BYTES)

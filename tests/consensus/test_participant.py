@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from membership.lengths import MOST_TEXT
+from mesh.consensus import participant as module
 from mesh.consensus.effects import (
     MOST_EARLIER,
     Ended,
@@ -111,6 +112,38 @@ def test_witness_asks_for_the_spec_of_an_unknown_job_and_refuses_a_forgery() -> 
     participant.forgotten.clear()
     introduce(participant)
     assert JOB in participant.witnesses and JOB in participant.leaders
+
+
+def test_jobs_of_one_user_take_a_bounded_place_at_a_witness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any user may submit any number of jobs, and memory and journal are for those of all."""
+    monkeypatch.setattr(module, "OF_A_USER_BYTES", 2 * module.LEAST_BYTES)
+    node = make_participant()
+
+    def taken(number: int, group: int = 0, spec: bytes = SPEC_BYTES) -> bool:
+        config = msgspec.structs.replace(GROUP, number=group)
+        accept = Accept(
+            job=bytes([number]) * 16, term=1, round=1, config=config, record=JobRecord(), holder=None, spec=spec
+        )
+        return bool(messages(node.receive(B, accept, at(0)), Accepted))
+
+    def problem(number: int) -> str:
+        asked = Introduce(job=bytes([number]) * 16, spec=SPEC_BYTES)
+        ((_, answer),) = messages(node.receive(A, asked, at(0)), Introduced)
+        return answer.problem  # type: ignore[union-attr]
+
+    assert problem(1) == "" and taken(1) and taken(2) and problem(2) == ""
+    assert not taken(3) and node.refused == 1 and "as many jobs of this user" in problem(3)
+    assert taken(4, spec=URGENT), "another user's"
+    assert taken(3, group=1) and taken(5, group=1), "who was introduced before gets in"
+    assert not taken(6, group=1)
+    for number in (1, 2, 3):
+        witness = node.witnesses[bytes([number]) * 16]
+        witness.witness_record = msgspec.structs.replace(witness.witness_record, final=True)
+        node.archive(bytes([number]) * 16)
+    assert taken(6) and not taken(7), "archived jobs make room"
+    once = node.witnesses[bytes([6]) * 16]
+    node.restore(once, at(0))
+    assert node._of_users[once.spec.user_key] == 2 * module.LEAST_BYTES
 
 
 def test_witness_asks_who_may_propose() -> None:
