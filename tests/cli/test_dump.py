@@ -20,7 +20,7 @@ from mesh.cli.dump import secrets_of
 from mesh.cli.main import cli
 from mesh.daemon.layout import Layout, save_membership
 from mesh.journal import Journal
-from mesh.util.redaction import REMOVED, redacted, spellings
+from mesh.util.redaction import REMOVED, redacted, spellings, without
 
 JOB = b"j" * 16
 
@@ -163,3 +163,26 @@ def test_node_that_does_not_exist_is_told_how_to_name_one(tmp_path: Path) -> Non
     done = CliRunner().invoke(cli, ["--state", str(tmp_path / "none"), "debug", "dump"], prog_name="mesh")
     command = done.stderr.split("`")[1].removeprefix("mesh ").replace("DIR", str(tmp_path)).split()
     assert done.exit_code == 4 and CliRunner().invoke(cli, [*command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "secret"),
+    [
+        (b"join with mesh1-abcdefgh_ijk\n " + b"x" * 60, b"x" * 60),
+        (b"cookie eyJhbGciOiJI.eyJzdWIiOiIx.c2ln", b"eyJzdWIiOiIx"),
+        (b"Proxy-Authorization: basic YWRhOnB3", b"YWRhOnB3"),
+        (b"pip install --index https://tok-0123@host/simple", b"tok-0123"),
+        (b"--wandb-secret-key Zq81", b"Zq81"),
+        (b"-----BEGIN PRIVATE KEY-----\nAAAA and the end is cut off", b"AAAA"),
+        (b"PASSPHRASES = Zq81; my_access_key_2: Zq82", b"Zq8"),
+        *((prefix + b"0123456789", b"0123456789") for prefix in (b"hf_", b"glpat-", b"xoxb-", b"npm_", b"pypi-")),
+    ],
+)
+def test_what_looks_like_a_secret_is_redacted_alone(line: bytes, secret: bytes) -> None:
+    assert secret not in redacted(line, [])
+
+
+def test_short_words_are_no_secrets() -> None:
+    assert without(b"a shorter job 1234567", [b"1234567", b"job"]) == b"a shorter job 1234567"
+    assert without(b"it is 12345678", [b"12345678"]) == b"it is [removed]"
+    assert without(b"Zq81Zq81 zQ81zQ81", [b"Zq81Zq81"]) == b"[removed] zQ81zQ81", "case counts"

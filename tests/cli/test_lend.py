@@ -76,11 +76,14 @@ def test_lend_status_has_lines_for_hours_typing_load_and_gpus() -> None:
         {"index": 1, "withheld": False, "programs": [{"pid": 7, "name": "python"}], **machine("vacate")},
         {"index": 2, "withheld": False, "programs": [], **QUIET},
     ]
-    lines = lend_lines(answer(hours="never", typed_s=12.0, typing_seen_by=["USB"], load=1.52, gpus=gpus))
+    lines = lend_lines(
+        answer(hours="never", typed_s=12.0, typing_seen_by=["USB"], load=1.52, memory_wait=7.4, gpus=gpus)
+    )
     assert lines[1:] == [
         "  hours: never",
         "  last typed 12s ago (seen by USB)",
         "  1.5 cores used by others than guests",
+        "  others than guests wait for memory 7 % of the time",
         "  GPU 0: taken back (`mesh lend --gpu 0`)",
         "  GPU 1: its keyboard or mouse is in use; guests are asked to leave [python (7)]",
     ]

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 import mesh.util.release
@@ -33,10 +34,12 @@ def test_manual_page_has_every_command_and_no_groff_warning() -> None:
         assert done.stderr == b""
 
 
-def test_version_includes_known_commit(tmp_path: Path) -> None:
+def test_version_includes_known_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = CliRunner().invoke(cli, ["--version"]).output
     assert said.startswith(f"mesh {VERSION}")
-    assert built_from(tmp_path) == ""
+    with monkeypatch.context() as here:
+        here.setattr(subprocess, "run", lambda *asked, **how: pytest.fail("a directory above may be a repository"))
+        assert built_from(tmp_path) == ""
     (tmp_path / ".git").mkdir()
     assert built_from(tmp_path) == "", "an empty .git is no repository"
     (tmp_path / "mesh").mkdir()

@@ -15,8 +15,9 @@ from mesh.cli import output
 from mesh.cli.output import table
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path
-from mesh.util.duration import duration_words, lasting, parse_duration
+from mesh.util.duration import DurationError, duration_words, lasting, parse_duration
 from mesh.util.errors import MeshError
+from mesh.util.size import SizeError, parse_size
 
 
 @pytest.mark.parametrize(
@@ -258,3 +259,24 @@ def test_long_name_is_cut_on_terminals_alone(
             monkeypatch.setattr("os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError("no terminal")))
         table(["JOB", "NAME", "COMMAND"], rows, cut={"NAME": 10, "COMMAND": 2})
         assert capsys.readouterr().out.splitlines()[1].split() == ["a", shown, "true"]
+
+
+def test_units_of_durations_and_sizes() -> None:
+    assert [duration_words(seconds) for seconds in (0, 0.04, 0.06, 59.96, 3600, 90_061.5, -1)] == [
+        "0s",
+        "0s",
+        "0.1s",
+        "1m",
+        "1h",
+        "1d1h1m1.5s",
+        "0s",
+    ]
+    assert parse_duration("2d") == 172_800 and parse_duration("1e3") == 1000
+    assert [lasting(seconds) for seconds in (61, 7260, 90_000, -5)] == ["1m1s", "2h1m", "1d1h", "0s"]
+    for text in ("1e9", "1000000000", "1m30", "1h1h"):
+        with pytest.raises(DurationError):
+            parse_duration(text)
+    assert [parse_size(text) for text in ("0", "1", "1mb", "2TB", "0.5g")] == [0, 1, 1, 2 << 20, 512]
+    for text in ("2048t", "-1", "inf", "1k", "g", "", "1e400"):
+        with pytest.raises(SizeError, match="is not a size"):
+            parse_size(text)

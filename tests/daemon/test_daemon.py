@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from mesh.daemon import edge_shaping
 from mesh.daemon.config import Settings
 from mesh.daemon.daemon import Daemon
 from mesh.daemon.layout import Layout
 from mesh.network.switch import GUESTS
+from mesh.network.tc import EdgeError
+from mesh.rpc.client import Address
+from mesh.util.errors import ExitCode, MeshError
 
 
 def test_nothing_is_lent_if_the_owners_last_order_cannot_be_read(tmp_path: Path) -> None:
@@ -84,3 +89,154 @@ async def test_socket_is_open_to_its_user_only(tmp_path: Path, monkeypatch: pyte
     finally:
         os.umask(before)
         await asyncio.gather(*(runner.cleanup() for runner in node._runners))
+
+
+async def test_edge_is_held_to_what_leaves_and_its_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, steps, told = 0.0, list[object](), list[str]()
+
+    class Enough(Exception):
+        pass
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += edge_shaping.LOOK_S / 2
+        if now > 3 * edge_shaping.LOOK_S:
+            raise Enough
+
+    async def to_thread(work: Any, *given: Any) -> Any:
+        return work(*given)
+
+    def give(need: float) -> None:
+        steps.append(need)
+        raise EdgeError("the queue is gone")
+
+    monkeypatch.setattr(edge_shaping, "asyncio", SimpleNamespace(sleep=sleep, to_thread=to_thread))
+    monkeypatch.setattr(edge_shaping, "time", SimpleNamespace(monotonic=lambda: now))
+    looks: list[float] = []
+    edge: Any = SimpleNamespace(watches=False, needs=lambda need: now < 10, give=give)
+    edge.look = lambda: looks.append(now) or (["eth0 has another queue"] if len(looks) == 1 else [])
+    wire, departures = SimpleNamespace(classed=True), SimpleNamespace(need_bps=lambda: 5e6)
+    with pytest.raises(Enough):
+        await edge_shaping.keep(edge, wire, departures, told.append)  # type: ignore[arg-type]
+    assert wire.classed is False, "nobody reads the class of a stream"
+    assert steps == [5e6, 5e6] and told[:2] == ["network edge: the queue is gone"] * 2
+    assert told[2:] == ["network edge: eth0 has another queue"]
+    assert looks == [15.0, 30.0, 45.0], "after a failure at once, then every LOOK_S"
+
+
+def node_that_stops(steps: list[str], fails: str = "") -> Any:
+    """A daemon whose parts note that they are closed."""
+
+    def closes(name: str) -> Any:
+        async def close() -> None:
+            steps.append(name)
+            if name == fails:
+                raise OSError("the disk is gone")
+
+        return close
+
+    def note(name: str) -> Any:
+        return lambda *given, **more: steps.append(name)
+
+    def part(name: str) -> Any:
+        return SimpleNamespace(close=closes(name))
+
+    return SimpleNamespace(
+        _attendance=SimpleNamespace(close=note("attendance")),
+        _reclaimer=part("reclaimer"),
+        _jobs=part("jobs"),
+        _library=part("library"),
+        _data=part("data"),
+        _engines={"process": part("engine")},
+        _switch=SimpleNamespace(close=note("switch")),
+        _guard=part("guard"),
+        _accounts=part("accounts"),
+        edge=SimpleNamespace(close=note("edge")),
+        _tunnels=part("tunnels"),
+        _site=part("site"),
+        _peer_server=part("peer server"),
+        _runners=[SimpleNamespace(cleanup=closes("runner"))],
+        _peers=part("peers"),
+        membership=SimpleNamespace(stop=closes("membership")),
+        _journal=part("journal"),
+        _store=SimpleNamespace(close=note("store")),
+        _layout=SimpleNamespace(socket=SimpleNamespace(unlink=note("socket"))),
+    )
+
+
+async def test_node_that_stops_closes_every_part_even_if_one_fails() -> None:
+    steps: list[str] = []
+    await Daemon.stop(node_that_stops(steps))
+    assert len(steps) == len(set(steps)) == 19
+    guests, guard, switch = (steps.index(name) for name in ("engine", "guard", "switch"))
+    assert guests < switch < guard, "the gates of guests are shut as long as there are any"
+    assert steps.index("jobs") < steps.index("journal") < steps.index("store"), "jobs write until they have ended"
+    for fails in steps[1:-2]:
+        failing: list[str] = []
+        with suppress(OSError):
+            await Daemon.stop(node_that_stops(failing, fails))
+        assert failing == steps, fails
+
+
+async def test_daemon_that_fails_ends_with_its_reason_and_leaves_first() -> None:
+    steps: list[object] = []
+
+    async def works() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            steps.append("work ends")
+
+    async def leave(grace_s: float | None, now: bool) -> None:
+        steps.append((grace_s, now))
+
+    node: Any = SimpleNamespace(_run_parts=works, _leave=leave, _failure="", _down=asyncio.Future(), _leaving=False)
+    node._ask_down = lambda grace_s, now: Daemon._ask_down(node, grace_s, now)
+    running = asyncio.create_task(Daemon.run(node))
+    await asyncio.sleep(0)
+    Daemon._fail(node, "its certificate was revoked")
+    Daemon._on_signal(node)  # asked twice: the first one counts
+    with pytest.raises(MeshError, match="its certificate was revoked"):
+        await running
+    assert steps == [(None, False), "work ends"]
+
+
+def test_second_signal_ends_the_daemon_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    asked: list[bool] = []
+    node: Any = SimpleNamespace(_leaving=False, _ask_down=lambda grace_s, now: asked.append(now))
+    Daemon._on_signal(node)
+    assert asked == [False] and not ended
+    node._leaving = True
+    Daemon._on_signal(node)
+    assert ended == [1]
+
+
+def test_peer_that_comes_before_this_node_serves_is_sent_away() -> None:
+    taken: list[object] = []
+    connection: Any = SimpleNamespace(close=lambda: taken.append("closed"))
+    node: Any = SimpleNamespace(_peer_server=None)
+    Daemon._take_peer(node, connection, "10.0.0.7")
+    node._peer_server = SimpleNamespace(take=lambda connection, host: taken.append(host))
+    Daemon._take_peer(node, connection, "10.0.0.7")
+    assert taken == ["closed", "10.0.0.7"]
+
+
+def test_address_of_a_peer_is_that_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(api_port=0)
+    monkeypatch.setattr("mesh.daemon.daemon.decode_facts", lambda body: facts)
+    known = SimpleNamespace(record=lambda node, section: SimpleNamespace(body=b""), address_of=lambda node: ("h", 7373))
+    node: Any = SimpleNamespace(membership=known)
+    assert Daemon._lookup(node, b"n") == Address("h", 7373)
+    facts.api_port = 8000
+    assert Daemon._lookup(node, b"n") == Address("h", 8000)
+    known.address_of = lambda node: None
+    assert Daemon._lookup(node, b"n") is None
+
+
+async def test_owner_without_a_page_is_not_given_one() -> None:
+    node: Any = SimpleNamespace(_settings=Settings(web=False))
+    with pytest.raises(MeshError, match="web = false") as refused:
+        await Daemon._open_page(node)
+    assert refused.value.code == ExitCode.REFUSED

@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.cli.main import cli
-from mesh.daemon.systemd import CAPABILITIES, EXTRAS, Service, _word, template, unit
+from mesh.daemon.systemd import (
+    CAPABILITIES,
+    EXTRAS,
+    LEAVING_S,
+    MAX_FILES,
+    Service,
+    _word,
+    notify,
+    raise_file_limit,
+    template,
+    unit,
+)
 from tests.e2e.commands import until
 
 
@@ -256,3 +269,54 @@ def test_guests_do_not_inherit_privileges() -> None:
     command = ["setpriv", *privileges, sys.executable, "-c", AMBIENT, str(Path(__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONDONTWRITEBYTECODE": "1"})
     assert done.stdout.split() == [bits, "0", str(1 << 5), "0", bits], done.stderr
+
+
+def test_unit_keeps_what_a_node_needs_to_leave_in_order() -> None:
+    """Only the daemon gets the SIGTERM, has time to ship what guests saved, and comes back if it fails."""
+    told = values(unit(Service("/usr/bin/python3", "/s", 40.0, config="/c d")))
+    assert (told["Type"], told["KillMode"], told["Restart"], told["Delegate"]) == (
+        "notify",
+        "mixed",
+        "on-failure",
+        "yes",
+    )
+    assert told["TimeoutStopSec"] == f"{40 + LEAVING_S:.0f}" and told["UMask"] == "0077"
+    assert told["ExecStart"] == '"/usr/bin/python3" -m mesh.daemon.entry --log --state "/s" --config "/c d"'
+    assert values(unit(Service("python", "/s", 40.0, "alice")))["ProtectSystem"] == "full"
+    assert "50$$ 100%%" in unit(Service("python", "/50$ 100%", 40.0))
+    edge = unit(Service("python3", "/s", 30.0, "alice", ("edge",), "/run/campus-mesh/edge-1")).splitlines()
+    assert 'ExecStartPre=+/bin/chown alice "/run/campus-mesh/edge-1"' in edge, "the daemon writes there"
+    assert 'ExecStopPost=-+/bin/umount "/run/campus-mesh/edge-1"' in edge and "RuntimeDirectory=campus-mesh" in edge
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_manager_is_told_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool) -> None:
+    name = f"@mesh-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(name.replace("@", "\0"))
+        manager.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", name)
+        notify("READY=1")
+        assert manager.recv(100) == b"READY=1"
+    notify("READY=1")  # nobody listens: no error
+    monkeypatch.setenv("NOTIFY_SOCKET", "vsock:2:1")
+    notify("READY=1")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [
+        (1024, 4096, (4096, 4096)),
+        (1024, resource.RLIM_INFINITY, (MAX_FILES, resource.RLIM_INFINITY)),
+        (1024, 2 * MAX_FILES, (MAX_FILES, 2 * MAX_FILES)),
+        (2 * MAX_FILES, 2 * MAX_FILES, None),
+    ],
+)
+def test_limit_of_open_files_is_raised_and_never_lowered(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: tuple[int, int] | None
+) -> None:
+    chosen: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: chosen.append(limits))
+    raise_file_limit()
+    assert chosen == ([wanted] if wanted else [])

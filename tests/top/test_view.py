@@ -227,3 +227,18 @@ def test_columns_fit_and_required_columns_stay(shape: list[tuple[int, int]], roo
 
 def test_clock_shows_invalid_times_as_unknown() -> None:
     assert clock(1e300) == "?" and clock(float("inf")) == "?"
+
+
+def test_text_is_cut_to_exactly_its_cells() -> None:
+    assert [cut("abcd", width) for width in (6, 4, 3, 1, 0)] == ["abcd  ", "abcd", "ab…", "…", ""]
+    assert cut("ab", 4, right=True) == "  ab" and cut("漢字", 3) == "漢…" and cut("漢字", 4) == "漢字"
+    assert cut("a漢字", 3) == "a …", "half a sign is none"
+    assert [width_of(text) for text in ("ab", "漢", "ｱ", "Ａ", "e\u0301")] == [2, 2, 1, 2, 1]
+
+
+def test_text_at_its_bound_is_whole_and_longer_text_ends_with_a_sign() -> None:
+    assert sanitize("x" * 200) == "x" * 200 and sanitize("x" * 201) == "x" * 199 + "…" and sanitize("abc", 2) == "a…"
+    marks = "e\u0336\u0336\u0336a\u0336"
+    assert sanitize(marks) == "e\u0336\u0336a\u0336", "each letter has its own"
+    assert sanitize("a\u20ddb") == "ab", "what encloses other signs"
+    assert sanitize("\u2028\ue000\u200b\ud800") == "\ufffd" * 4 and sanitize("a\u00a0b\u2003c") == "a b c"

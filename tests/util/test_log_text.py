@@ -44,3 +44,24 @@ def test_log_text_accepts_any_split(printed: bytes, cuts: list[int]) -> None:
     whole = text_of(*pieces, b".\n")
     assert whole == text_of(printed, b".\n") == text_of(printed + b".\n")
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", whole)
+
+
+def test_colours_are_kept_where_wanted_and_ended() -> None:
+    reader = LogText(colours=True)
+    assert reader.feed(b"\x1b[31mred\x1b[2K\x08 x") + reader.finish() == "\x1b[31mred x\x1b[m"
+    assert LogText(colours=True).finish() == "", "none has begun"
+    reader = LogText(colours=True)
+    assert reader.feed(b"plain") + reader.finish() == "plain"
+
+
+def test_end_of_the_output_cuts_a_character_short_and_nothing_else() -> None:
+    reader = LogText()
+    assert reader.feed(b"one\xc3") + reader.finish() == "one\ufffd" and reader.finish() == ""
+    held = LogText()
+    assert held.feed(b"one\r") == "one" and held.finish() == "\r"
+
+
+def test_sequence_that_never_ends_holds_up_no_output() -> None:
+    reader = LogText()
+    assert reader.feed(b"\x1b]" + b"x" * 100) == ""
+    assert len(reader.feed(b"y" * 5000)) == 5102

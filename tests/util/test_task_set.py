@@ -1,7 +1,9 @@
 """Work beside: kept, logged when it fails, ended with its owner."""
 
 import asyncio
+import gc
 import logging
+import weakref
 
 import pytest
 
@@ -27,6 +29,15 @@ async def test_failed_task_is_logged_and_reported(caplog: pytest.LogCaptureFixtu
     assert "put away failed" in caplog.text and "no room" in caplog.text
     go.set()
     assert await other is True
+
+
+async def test_task_that_has_ended_is_kept_no_longer() -> None:
+    tasks = TaskSet(log)
+    ended = weakref.ref(tasks.start(asyncio.sleep(0), "short"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert ended() is None
 
 
 async def test_close_cancels_tasks_without_failure(caplog: pytest.LogCaptureFixture) -> None:

@@ -68,3 +68,22 @@ async def test_journal_of_a_newer_schema_is_refused_with_a_message(tmp_path: Pat
         await journal.open()
     await journal.close()
     assert journal.moved_aside is None
+
+
+def test_version_of_the_next_release_is_newer(tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    version.write_text(f"{STATE + 1}\n")
+    with pytest.raises(ConfigError, match="newer"):
+        claim_state(version)
+    assert version.read_text() == f"{STATE + 1}\n"
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "٣", "-1", "1 2", ""])
+def test_what_is_no_version_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "version").write_text(text)
+    with pytest.raises(ConfigError, match="which is not a version"):
+        claim_state(tmp_path / "version")
+    (tmp_path / "version").unlink()
+    (tmp_path / "version").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        claim_state(tmp_path / "version")
