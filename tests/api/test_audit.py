@@ -1,7 +1,11 @@
 """The audit log holds each order, its sender and its result, and no secrets."""
 
+import asyncio
+import os
+import socket
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -9,7 +13,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from mesh.api import audit as module
 from mesh.api.handlers.jobs import JobHandlers
+from mesh.api.requests import DownOrder
+from mesh.api.routing import Call
 from mesh.api.schemas.owner import Leaving
 from mesh.api.server import application
 from mesh.journal import EVENTS_READ, Journal
@@ -43,8 +50,6 @@ def handlers() -> Mock:
 
 
 async def test_audit_records_terms_and_sender_of_an_order(tmp_path: Path, handlers: Mock) -> None:
-    import os
-
     handlers.node.down.return_value = Leaving(pid=1, guests=0)
     words = await audited(tmp_path, "/v1/down", {"now": True}, handlers)
     assert words.startswith(f"down (now=True), by uid {os.getuid()} (") and f"pid {os.getpid()})" in words
@@ -87,3 +92,29 @@ async def test_every_audit_entry_that_is_kept_can_be_read(tmp_path: Path) -> Non
     assert [event.seq for event in await handlers.events(None, 0, audit=True)] == list(range(EVENTS_READ + 5))
     assert len(await handlers.events(None, 0)) == EVENTS_READ
     await journal.close()
+
+
+async def test_audit_bounds_each_term_and_records_an_order_whose_client_went_away(tmp_path: Path) -> None:
+    event_log, request = Mock(), Mock(match_info={"job": "j" * 100}, transport=None, remote="10.0.0.7\n")
+
+    async def handle(handlers: object, call: object) -> None:
+        raise asyncio.CancelledError
+
+    route: Any = SimpleNamespace(name="down_now", handle=handle)
+    with pytest.raises(asyncio.CancelledError):
+        await module.audited(event_log, route, Mock(), Call(request, DownOrder(grace_s=5.0)))
+    ((_, _, words),) = [call.args for call in event_log.add.call_args_list]
+    assert words.startswith(
+        f"down now ({'j' * 60}, grace_s=5.0), by a client at 10.0.0.7?: who ordered it did not wait"
+    )
+
+
+def test_audit_names_a_client_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(pid: int) -> str:
+        raise FileNotFoundError(pid)
+
+    monkeypatch.setattr(module, "name_of", gone)
+    near, far = socket.socketpair()
+    with near, far:
+        request: Any = SimpleNamespace(transport=SimpleNamespace(get_extra_info=lambda name: near))
+        assert module._who(request) == f"uid {os.getuid()} (a program that has ended, pid {os.getpid()})"

@@ -1,10 +1,19 @@
 """What a node says about itself."""
 
+from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from membership.identity import short_id
+from mesh.api.handlers import node as module
 from mesh.api.handlers.node import NodeHandlers
+from mesh.api.requests import DownOrder
+from placement.advert import Gpu
+from placement.allocation import all_free
+from tests.placement.test_placement import advert
 
 
 def test_node_names_others_with_its_nick() -> None:
@@ -19,3 +28,73 @@ def test_node_names_others_with_its_nick() -> None:
     assert (
         words.startswith(f"1 other node called desk ({short_id(bytes([2]) * 32)}): commands need") and "--nick" in words
     )
+
+
+def member(number: int, nick: str, **fields: Any) -> Any:
+    told = {"node_id": bytes([number]) * 32, "nick": nick, "user": f"{nick}'s", "state": "alive", "draining": False}
+    return SimpleNamespace(**told | {"host": "10.0.0.7", "port": 7373, "since_unix": 1.23456, "present": True} | fields)
+
+
+def node(members: list[Any], adverts: Sequence[Any] = (), jobs: dict[bytes, Any] | None = None) -> NodeHandlers:
+    membership = SimpleNamespace(members=lambda: members, counters=Counter(heard=2))
+    mesh_view = SimpleNamespace(adverts=lambda: adverts)
+    parts = SimpleNamespace(
+        mesh_view=mesh_view,
+        job_table=SimpleNamespace(all=lambda: jobs or {}),
+        participant=SimpleNamespace(refused=3, hosted=[b"j" * 16]),
+        replicator=SimpleNamespace(refusals=SimpleNamespace(counters=Counter(chunks=1))),
+    )
+    made: Any = NodeHandlers.__new__(NodeHandlers)
+    made._me, made._membership, made._jobs, made._refusals = b"\0" * 32, membership, parts, parts.replicator.refusals
+    made._path = lambda node: None
+    handlers: NodeHandlers = made
+    return handlers
+
+
+def test_row_of_a_node_says_whether_it_lends_now() -> None:
+    members = [
+        member(0, "here"),
+        member(1, "lends", draining=True),
+        member(2, "paused", state="dead", draining=True, port=0),
+        member(3, "silent"),
+    ]
+    gpus = (Gpu("a", "A100", 1000), Gpu("b", "A100", 1000))
+    offers = [
+        advert(bytes([1]) * 32, gpus=gpus, free_portions=all_free(gpus[:1]), guards=True, gpu_pauses=True),
+        advert(bytes([2]) * 32, paused=True, held_by="owner", back_unix=9, guards=True, gpu_sharing=False),
+        advert(b"\0" * 32, lending=False, paused=True),
+    ]
+    runs = {bytes([1]): None, bytes([2]): "done"}
+    jobs = {job: SimpleNamespace(runner=bytes([1]) * 32, outcome=outcome) for job, outcome in runs.items()}
+    jobs[b"w"] = SimpleNamespace(runner=None, outcome=None)
+    here, lends, paused, silent = node(members, offers, jobs).nodes()
+    assert [row.me for row in (here, lends, paused, silent)] == [True, False, False, False]
+    assert [row.state for row in (here, lends, paused, silent)] == ["alive", "draining", "dead", "alive"]
+    assert [row.lending for row in (here, lends, paused, silent)] == [False, True, False, False]
+    assert [row.paused for row in (here, lends, paused, silent)] == [False, False, True, False]
+    assert (lends.gpus_free, len(lends.gpu_room), lends.gpu_shares, lends.gpu_pauses) == (1, 1, True, True)
+    assert (paused.held_by, paused.back_unix, paused.gpu_shares, paused.address) == ("owner", 9, False, "")
+    assert (lends.jobs, paused.jobs, lends.address, lends.since_unix) == (1, 0, "10.0.0.7:7373", 1.235)
+    assert (silent.slots, silent.engines, silent.interactive, silent.weight) == (0, [], True, 0)
+
+
+def test_refused_messages_are_counted_with_the_others() -> None:
+    assert node([]).counters() == {"heard": 2, "chunks": 1, "refused_job_messages": 3}
+
+
+def test_node_goes_down_as_it_was_asked() -> None:
+    asked: list[Any] = []
+    handlers: Any = node([])
+    handlers._leave = lambda grace_s, now: asked.append((grace_s, now))
+    handlers._lending = SimpleNamespace(notice_s=lambda grace_s: 30.0 if grace_s is None else grace_s)
+    assert handlers.down(DownOrder()).guests == 1
+    handlers.down(DownOrder(grace_s=5.0, now=True))
+    assert asked == [(30.0, False), (5.0, True)]
+
+
+def test_versions_are_those_of_nodes_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: Any = node([member(1, "den"), member(2, "gone", present=False), member(3, "mute"), member(4, "bad")])
+    records = [SimpleNamespace(node=bytes([number]) * 32, body=f"{number}" * 50) for number in (1, 2, 4)]
+    handlers._membership.records = lambda section: records
+    monkeypatch.setattr(module, "decode_facts", lambda body: None if body[0] == "4" else SimpleNamespace(version=body))
+    assert handlers._versions() == {"den": "1" * 40}
