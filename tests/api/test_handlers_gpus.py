@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from cuda_guard.auditor import Finding
 from membership.envelope import seal
 from membership.identity import Identity
 from mesh.api.handlers.gpus import GpuHandlers
 from mesh.api.requests import ShareOrder
 from mesh.gpus.receipts import KIND, Receipt, encode_receipt
+from mesh.model.spec import format_job
 from mesh.util.errors import ExitCode, MeshError
 from placement.advert import Portion
 from tests.gpus.test_inventory import lender, request
@@ -152,3 +154,37 @@ async def test_receipts_of_another_mesh_are_left_out() -> None:
     assert row.user == "ada" and row.submitter == "" and b64decode(row.sealed) == sealed[0]
     await shares.handlers.receipt_list("one")
     assert asked == [None, shares.asked.job]
+
+
+def test_list_of_gpus_has_the_jobs_on_each_and_what_is_left() -> None:
+    shares, whole = Shares(gate_closed=True, closed_by={"owner", "audit"}, suspended=(7,)), request("two")
+    assert shares.inventory.admit(whole) is None
+    use = {"gpu_s": 1.5, "launches": 2, "memory": 3, "peak": 4, "refused": 0, "processes": 1, "memory_now": 5}
+    found = [Finding("context", "one", uuid, 7, "why") for uuid in ("a", "b")]
+    vars(shares.tenant).update(
+        vram_limit_mib=2000,
+        usage=lambda: (SimpleNamespace(**use),),
+        shares_now=lambda: (30.04,),
+        held_now=lambda place: 9,
+        unguarded_calls=lambda: ["cuX"],
+        findings=found,
+    )
+    parts: Any = shares.handlers
+    spec = SimpleNamespace(name="train", user="ada")
+    jobs = {job: shares.inventory.portions_of(job) for job in (shares.asked.job, whole.job)}
+    parts._jobs.attempts = {
+        job: SimpleNamespace(portions=portions, job=job, number=1, spec=spec) for job, portions in jobs.items()
+    }
+    tenants = {format_job(shares.asked.job): shares.tenant}
+    vars(shares.guard).update(tenant=tenants.get, foreign={}, audit_problem="", pause_problem="too old")
+    parts._problems = {"guard": "no compiler"}
+    told = shares.handlers.gpu_list()
+    a, b = told.gpus
+    assert (told.problem, told.pause_problem) == ("no compiler", "too old")
+    assert (a.share_free, a.vram_free_mib, b.share_free, b.vram_free_mib) == (0, 0, 70, 15_000)
+    ((unguarded,), (guarded,)) = a.jobs, b.jobs
+    assert (unguarded.guarded, unguarded.limit, unguarded.vram_limit_mib) == (False, 100, 80_000)
+    assert (guarded.guarded, guarded.share, guarded.limit, guarded.share_now) == (True, 30, 30, 30.0)
+    assert (guarded.vram_mib, guarded.vram_limit_mib, guarded.memory, guarded.peak) == (1000, 2000, 3, 4)
+    assert (guarded.gate, guarded.closed_by, guarded.suspended) == ("closed", ["audit", "owner"], True)
+    assert guarded.findings == found[1:], "those of this GPU"

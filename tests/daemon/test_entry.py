@@ -142,9 +142,9 @@ def test_daemon_is_ready_once_the_process_that_was_started_answers(
 
 
 def test_daemon_outlives_the_terminal_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "daemon_command", lambda where, overrides: ["sh", "-c", "ps -o sid= -p $$"])
-    began = launcher.start_daemon(Layout(tmp_path), {}, ("env",))
-    assert began.wait(60) == 0 and int(Layout(tmp_path).log.read_text()) == began.pid, "it leads its own session"
+    monkeypatch.setattr(launcher, "daemon_command", lambda where, overrides: ["sh", "-c", "ps -o sid= -p $$; echo $X"])
+    began = launcher.start_daemon(Layout(tmp_path), {}, ("env", "X=8"))
+    assert began.wait(60) == 0 and Layout(tmp_path).log.read_text().split() == [str(began.pid), "8"]
 
 
 def test_command_of_a_daemon_names_its_directories_and_settings(tmp_path: Path) -> None:

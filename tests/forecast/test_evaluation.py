@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import sqlite3
 import subprocess
 import sys
 from array import array
+from contextlib import closing
 from math import exp, log
 from pathlib import Path
 from random import Random
@@ -15,10 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.cli.main import cli
-from mesh.forecast.evaluation import BOOSTING, CLIMATOLOGY, CONSTANT, FROZEN, OURS, WEEKLY, evaluate
+from mesh.forecast import tracefiles
+from mesh.forecast.baselines import Counts, climatology, constant, hour_of_week
+from mesh.forecast.evaluation import (
+    BOOSTING,
+    CLIMATOLOGY,
+    CONSTANT,
+    FROZEN,
+    OURS,
+    WEEKLY,
+    cut_at,
+    evaluate,
+    parts,
+)
 from mesh.forecast.questions import answer, ask, cut_into_bins
-from mesh.forecast.scores import auc, brier, ece, log_loss
-from mesh.forecast.tracefiles import read_traces
+from mesh.forecast.scores import auc, brier, ece, log_loss, reliability
+from mesh.forecast.tracefiles import files_of, read_traces
 from placement.availability import Trace, TraceError, trace_of_lent
 from tests.placement.campuses import DAY_S, campus
 
@@ -216,3 +230,87 @@ def test_other_models_are_evaluated_without_scikit_learn(monkeypatch: pytest.Mon
     outcome = evaluate(campus("steady", 2, 3), (60,), 0.7)
     assert BOOSTING not in {row.model for row in outcome.rows()}
     assert "pip install scikit-learn" in outcome.notes[0] and isinstance(outcome.questions.node, array)
+
+
+def test_departures_are_counted_by_local_hour_of_the_week_before_the_cut() -> None:
+    hour = 3600.0
+    bins = cut_into_bins(trace_of_lent({"a": [(0.0, 1.5 * hour)], "b": [(0.0, 4 * hour)]}, 0.0, 8 * hour))
+    counts = Counts(bins, 3 * hour, 0.0)
+    thursday = 3 * 24  # the epoch began on one
+    assert [counts.hours[thursday + number] for number in range(4)] == pytest.approx([2, 1.5 + 1 / 12, 1, 0])
+    assert [counts.events[thursday + number] for number in range(4)] == [0, 1, 0, 0], "the later one lies after the cut"
+    assert counts.hazard == pytest.approx(1.5 / (4.5 + 1 / 12))
+    east = Counts(bins, 3 * hour, 2 * hour)
+    assert east.hours[thursday + 2] == pytest.approx(2) and east.hours[thursday] == 0
+    assert Counts(bins, 0.0, 0.0).hazard == 0.5, "nothing was seen yet"
+
+
+def test_simple_models_have_their_closed_forms() -> None:
+    assert climatology([1, 1, 0]) == pytest.approx(2.5 / 4) and climatology([]) == 0.5
+    hour = 3600.0
+    bins = cut_into_bins(trace_of_lent({"a": [(0.0, 10 * hour)]}, 0.0, 10 * hour))
+    counts = Counts(bins, 4 * hour, 0.0)
+    assert constant(counts, 30) == pytest.approx(exp(-counts.hazard / 2))
+    questions = ask(bins, (60,), 0.0)
+    which = [place for place, number in enumerate(questions.bin) if questions.time(number) == 21_900]
+    (chance,) = hour_of_week(counts, questions, which, 60)
+    assert chance == pytest.approx(exp(-counts.hazard)), "hours without data have the mean hazard"
+    seen = [place for place, number in enumerate(questions.bin) if questions.time(number) == 3900]
+    (chance,) = hour_of_week(counts, questions, seen, 60)
+    assert chance == pytest.approx(exp(-1 / (1 + 1 / counts.hazard))), "an hour in which nobody left has less"
+
+
+def test_question_counts_for_one_side_of_the_cut() -> None:
+    bins = cut_into_bins(trace_of_lent({"a": [(0.0, 9000.0)]}, 0.0, 9000.0))
+    questions = ask(bins, (15,), 0.0)
+    cut = questions.time(questions.bin[5])
+    train, test = parts(questions, 15, cut)
+    assert [questions.time(questions.bin[place]) for place in train][-1] == cut - 900, "its outcome is known at the cut"
+    assert test[0] == 5 and len(test) + len(train) == 9, "the last one has no outcome"
+    assert cut_at(trace_of_lent({"a": [(0.0, 10.0)]}, 100.0, 200.0), 0.25) == 125.0
+    assert cut_at(trace_of_lent({"a": [(0.0, 10.0)]}, 100.0, 200.0), 1) == 200.0
+    assert cut_at(trace_of_lent({"a": [(0.0, 10.0)]}, 100.0, 200.0), 150.0) == 150.0
+
+
+def test_tenths_of_forecasts_are_compared_with_outcomes() -> None:
+    rows = reliability([0.0, 0.05, 0.1, 1.0, 0.99], [False, True, True, True, False])
+    assert [count for count, _, _ in rows] == [2, 1, 2]
+    assert [mean for _, mean, _ in rows] == pytest.approx([0.025, 0.1, 0.995])
+    assert [part for _, _, part in rows] == pytest.approx([0.5, 1.0, 0.5])
+
+
+def test_files_of_a_directory_are_read_in_order_without_those_of_sqlite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TraceError, match="has no files"):
+        files_of([tmp_path])
+    for name in ("b", "a", "a.sqlite-wal", "a.sqlite-shm"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "inner").mkdir()
+    assert files_of([tmp_path, tmp_path / "b"]) == [tmp_path / "a", tmp_path / "b", tmp_path / "b"]
+    monkeypatch.setattr(tracefiles, "LARGEST", 100)
+    (tmp_path / "large").write_bytes(b"x" * 101)
+    (tmp_path / "packed").write_bytes(gzip.compress(b"x" * 101))
+    for name, words in (("large", "larger than"), ("packed", "larger than .* unpacked")):
+        with pytest.raises(TraceError, match=f"{name}: {words}"):
+            read_traces([tmp_path / name], "fta", 0.0)
+    (tmp_path / "broken").write_bytes(gzip.compress(b"x")[:9])
+    with pytest.raises(TraceError, match="broken: not a valid gzip file"):
+        read_traces([tmp_path / "broken"], "fta", 0.0)
+
+
+def test_own_journal_is_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "desk" / "journal.sqlite"
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("CREATE TABLE stays (start_ms INTEGER, end_ms INTEGER)")
+    with pytest.raises(TraceError, match="has no stays yet"):
+        read_traces([path], "journal", 0.0)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.executemany("INSERT INTO stays VALUES (?, ?)", [(1000, 3000), (5000, 4000), (6000, 9500)])
+    trace = read_traces([path], "journal", 0.0)
+    assert (trace.first, trace.last) == (1.0, 9.5)
+    assert [(stay.start, stay.end, stay.ended) for stay in trace.nodes["desk"]] == [(1.0, 3.0, True), (6.0, 9.5, False)]
+    path.write_text("no database")
+    with pytest.raises(TraceError, match="not a node's journal"):
+        read_traces([path], "journal", 0.0)

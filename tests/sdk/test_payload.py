@@ -11,6 +11,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -143,3 +144,130 @@ def test_exit_code_of_a_function_fails_only_its_job(tmp_path: Path, monkeypatch:
 def test_function_exiting_with_zero_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(Call(sys.exit), tmp_path, monkeypatch) == 0
     assert json.loads((tmp_path / ANSWER).read_text()) == {"kind": "value", "as": "json", "value": None}
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+class Saves:
+    def __call__(self) -> None: ...
+
+    def checkpoint(self) -> None: ...
+
+
+def test_terms_become_the_order_of_a_submission() -> None:
+    class Running:
+        id = "j" * 26
+
+    order = order_of(
+        Call(square),
+        {
+            "vram": "6g",
+            "vram_limit": 7000,
+            "memory": "512m",
+            "grace": "2m",
+            "max_time": 90,
+            "after": [Running(), "any:train"],
+            "gpu_share": 30,
+            "workdir": "/srv",
+            "results": "json",
+            "python": "/opt/python",
+        },
+    )
+    assert order["argv"] == ["/opt/python", f"{CARRIED}/launch.py"] and order["name"] == "square"
+    assert (order["vram_mib"], order["vram_limit_mib"], order["memory_mib"]) == (6144, 7000, 512)
+    assert (order["grace_s"], order["max_time_s"], order["gpus"]) == (120.0, 90.0, 1)
+    assert order["after"] == ["j" * 26, "any:train"]
+    assert not {"workdir", "results", "python", "vram", "grace", "ckpt", "checkpoint_every"} & order.keys()
+    assert order_of(Call(square), {"gpu_share": 30, "gpus": 2})["gpus"] == 2
+    assert order_of(Call(lambda: None), {"image": "torch"})["argv"][0] == "python3"
+    assert order_of(Call(lambda: None), {})["name"] == "lambda"
+
+
+def test_object_with_a_checkpoint_is_saved_as_its_terms_say() -> None:
+    saved = order_of(Call(Saves()), {})
+    assert (saved["ckpt"], saved["ckpt_mode"], saved["ckpt_every"]) == ("mesh-checkpoints", "rename", "auto")
+    assert order_of(Call(Saves()), {"checkpoint_every": "5m"})["ckpt_every"] == 300.0
+    assert "ckpt_every" not in order_of(Call(square), {"checkpoint_every": 5})
+
+
+def test_unknown_term_is_named_with_one_that_reads_alike() -> None:
+    with pytest.raises(TypeError, match=r"no such term: gpu \(did you mean gpus\?\)"):
+        order_of(Call(square), {"gpu": 1})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match=r"no such term: zzz\. What"):
+        order_of(Call(square), {"zzz": 1})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (None, True),
+        ([1, 2.5, "x", True, {"a": [None]}], True),
+        ((1, 2), False),
+        ({1: 2}, False),
+        ([{"a": (1,)}], False),
+        (True + 0j, False),
+    ],
+)
+def test_result_that_json_changes_is_pickled_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object, plain: bool
+) -> None:
+    assert remote._is_plain(value, remote.DEEPEST) is plain
+    remote._publish(tmp_path, {"results": "pickle"}, value)
+    told = json.loads((tmp_path / ANSWER).read_text())
+    assert told["as"] == ("json" if plain else "pickle") and (tmp_path / PICKLE).exists() is not plain
+    assert (told["value"] if plain else pickle.loads((tmp_path / PICKLE).read_bytes())) == value
+    if not plain:
+        with pytest.raises(TypeError, match=type(value).__name__):
+            remote._publish(tmp_path, {"results": "json"}, value)
+
+
+def test_nested_lists_are_plain_to_a_bound() -> None:
+    value: Any = 1
+    for _ in range(remote.DEEPEST):
+        value = [value]
+    assert remote._is_plain(value, remote.DEEPEST) and not remote._is_plain([value], remote.DEEPEST)
+
+
+@pytest.mark.parametrize("results", ["pickle", "json"])
+def test_error_of_a_function_is_written_with_its_traceback(tmp_path: Path, results: str) -> None:
+    try:
+        raise KeyError("epoch")
+    except KeyError as error:
+        assert remote._failed(tmp_path, {"results": results}, error, "before it was called") == 1
+    told = json.loads((tmp_path / ANSWER).read_text())
+    assert (told["kind"], told["type"], told["text"], told["as"]) == ("error", "KeyError", "'epoch'", results)
+    assert told["when"] == "before it was called" and "test_payload.py" in told["traceback"]
+    assert (tmp_path / PICKLE).exists() is (results == "pickle"), "a pickle can run code"
+
+
+def test_call_for_another_python_is_not_unpickled(tmp_path: Path) -> None:
+    (tmp_path / "call.pkl").write_bytes(b"no pickle")
+    with pytest.raises(RuntimeError, match=r"packed by Python 2\.7, and .*name another with python="):
+        remote._load(tmp_path / "call.pkl", {"python": [2, 7]})
+
+
+def test_checkpoint_saves_when_it_is_time_and_ends_the_attempt_when_the_node_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[Any] = []
+    due = {"yield": False, "checkpoint": False}
+    running = SimpleNamespace(saves=True, cooperates=False)
+    running.save = lambda: steps.append("save")
+    running.leave = lambda: steps.append("leave")
+    monkeypatch.setattr(remote.job, "progress", lambda step, of: steps.append((step, of)))
+    monkeypatch.setattr(remote.job, "should_yield", lambda: due["yield"])
+    monkeypatch.setattr(remote.job, "should_checkpoint", lambda: due["checkpoint"])
+    monkeypatch.setattr(remote, "_running", None)
+    assert not remote.checkpoint(3, 9) and steps == [(3, 9)], "no job runs here"
+    monkeypatch.setattr(remote, "_running", running)
+    steps.clear()
+    assert not remote.checkpoint() and not steps and running.cooperates, "SIGTERM leaves it to the next step"
+    due["checkpoint"] = True
+    assert remote.checkpoint() and steps == ["save"]
+    due["yield"] = True
+    remote.checkpoint()
+    assert steps[1] == "leave"
+    running.saves, running.cooperates = False, False
+    assert not remote.checkpoint() and not running.cooperates

@@ -35,3 +35,15 @@ def test_resource_history_keeps_the_newest_runs(tmp_path: Path) -> None:
         list(threads.map(lambda n: table.learn("a", f"job{n}", n or None, float(n)), range(KEPT + 10)))
     found = table.of("a")
     assert found.runs == KEPT and found.vram_mib is not None and found.vram_mib < 9000 and table.of("b").runs == 0
+
+
+def test_needs_are_the_most_memory_and_the_usual_time_of_one_code(tmp_path: Path) -> None:
+    table = NeedsTable(tmp_path / "needs.sqlite")
+    for number, (code, peak, ran_s) in enumerate((("a", 100, 1.0), ("a", 300, 9.0), ("a", None, 2.0), ("b", 900, 5.0))):
+        table.learn(code, f"job{number}", peak, ran_s)
+    assert table.of("a") == Needs(3, 300, 2.0) and table.of("c") == Needs(0, None, None)
+    table.learn("d", "job9", None, 1.0)
+    assert table.of("d").gpu_terms() == {"gpus": 1}, "nothing was measured"
+    for number in range(KEPT + 5):
+        table.learn("a", f"more{number}", 10, 1.0)
+    assert table.of("a").runs == KEPT and table.of("b").runs == 1, "old runs of other codes stay"

@@ -11,7 +11,7 @@ from mesh.util.log_text import MOST
 from mesh.web import stream
 from mesh.web.frame import Shown
 from mesh.web.markup import element
-from mesh.web.stream import LogTail, Topic
+from mesh.web.stream import BEAT, LogTail, Topic, event
 
 
 class Viewer:
@@ -149,3 +149,59 @@ def test_slow_viewer_restarts_at_the_kept_text() -> None:
         assert tail.after(strange) == (True, "first\nsecond\n")
     tail.add("x" * MOST)
     assert tail.after(early) == (True, "x" * MOST) and len(tail.text) == MOST
+
+
+def test_place_of_another_reading_or_beyond_the_text_starts_again() -> None:
+    tail = LogTail()
+    tail.add("abcdef")
+    assert tail.after(f"{tail.epoch}.4") == (False, "ef") and tail.after(tail.place) == (False, "")
+    assert tail.after(f"{tail.epoch}.0") == (False, "abcdef")
+    for place in ("", "4", f"{'0' * 8}.4", f"{tail.epoch}.7", f"{tail.epoch}.-1", f"{tail.epoch}.", f"{tail.epoch}.٤"):
+        assert tail.after(place) == (True, "abcdef"), place
+    assert LogTail().epoch != tail.epoch
+
+
+async def test_viewer_is_told_changes_only_and_news_once() -> None:
+    shown = Shown({"sum": "1"}, {"a": "a: alive"})  # type: ignore[dict-item]
+
+    async def render() -> Shown:
+        return shown
+
+    topic = Topic(render, None, lambda: None)
+    await topic.ready()
+    told: asyncio.Queue[bytes] = asyncio.Queue()
+    viewer = asyncio.create_task(topic.follow(told.put, ""))
+    assert await told.get() == event("part", {"id": "sum", "html": "1"}), "what is shown now, and no news of before"
+    topic._take(shown)
+    topic._wake()
+    assert await told.get() == BEAT, "nothing has changed"
+    shown = Shown({"sum": "1", "more": "2"}, {"a": "a: dead", "b": "b: alive"})  # type: ignore[dict-item]
+    await topic.look()
+    assert await told.get() == event("part", {"id": "more", "html": "2"}) + event("say", "a: dead; b: alive")
+    late: asyncio.Queue[bytes] = asyncio.Queue()
+    other = asyncio.create_task(topic.follow(late.put, ""))
+    assert b"event: say" not in await late.get() and topic.viewers == 2, "to them it is not new"
+    await topic.close()
+    await asyncio.wait_for(asyncio.gather(viewer, other), 5)
+    assert topic.viewers == 0
+
+
+async def test_viewer_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WRITE_S", 0.01)
+
+    async def render() -> Shown:
+        return Shown({}, {})
+
+    async def write(data: bytes) -> None:
+        await asyncio.Event().wait()
+
+    topic = Topic(render, None, lambda: None)
+    with pytest.raises(TimeoutError):
+        await topic.follow(write, "")
+    assert topic.viewers == 0
+
+
+def test_event_is_one_line_of_data() -> None:
+    made = event("log", {"text": "a\nb\r"}, "x.3")
+    assert made == b'event: log\nid: x.3\ndata: {"text":"a\\nb\\r"}\n\n' and made.count(b"\n\n") == 1
+    assert b"id:" not in event("say", "x")
