@@ -71,7 +71,7 @@ async def test_audit_records_refused_orders(tmp_path: Path, handlers: Mock) -> N
 
 
 async def test_audit_omits_the_specification_of_a_job(tmp_path: Path, handlers: Mock) -> None:
-    body = {"argv": ["train", "--token", "hunter2"], "env": {"KEY": "hunter2"}, "name": "night"}
+    body = {"argv": ["train", "--token", "hunter2"], "env": {"KEY": "hunter2"}, "name": "night", "image": "hunter2"}
     handlers.submission.submit.side_effect = RuntimeError("disk full: hunter2")
     words = await audited(tmp_path, "/v1/jobs", body, handlers)
     assert "name=night" in words and words.endswith(": failed: RuntimeError") and "hunter2" not in words

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -98,3 +99,43 @@ def test_versions_are_those_of_nodes_that_are_there(monkeypatch: pytest.MonkeyPa
     handlers._membership.records = lambda section: records
     monkeypatch.setattr(module, "decode_facts", lambda body: None if body[0] == "4" else SimpleNamespace(version=body))
     assert handlers._versions() == {"den": "1" * 40}
+
+
+def test_status_counts_nodes_that_are_alive_and_lends_unless_barred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.schemas.mesh, "Status", lambda **fields: fields)
+    handlers: Any = node([member(0, "here"), member(1, "den"), member(2, "gone", state="dead", present=False)])
+    handlers._trust = MagicMock()
+    handlers._open, handlers._api_port, handlers._engines, handlers._edge = False, 1, {}, MagicMock()
+    handlers._inventory = SimpleNamespace(lending=SimpleNamespace(lending=True, paused=True))
+    handlers._leaving = lambda: True
+    known = handlers._membership
+    handlers._membership = MagicMock(
+        members=known.members, counters=known.counters, reached={}, address=("h", 1), problems={}
+    )
+    handlers._membership.records.return_value = []
+    for barred in ("", "no role"):
+        handlers._lending = SimpleNamespace(barred=barred, lend_state=lambda: None)
+        told = handlers.status()
+        assert (told["alive"], told["lending"], told["paused"], told["leaving"]) == (2, not barred, True, True)
+        assert told["waiting"] == 0 and len(told["guests"]) == 1
+
+
+def test_path_is_estimated_to_other_nodes_only() -> None:
+    handlers: Any = node([])
+    del handlers._path
+    zone = SimpleNamespace(nodes=(b"\1" * 32,))
+    asked: list[Any] = []
+
+    def path(to: bytes, near: Any) -> Any:
+        asked.append((to, near))
+        return SimpleNamespace(bps=1e6 + 0.4, spread=0.12345, source="seen", transfers=3)
+
+    handlers._jobs.mesh_view.last = SimpleNamespace(hierarchy=SimpleNamespace(zones=(zone,)))
+    handlers._jobs.departure_planner = SimpleNamespace(path=path)
+    assert handlers._path(handlers._me) is None and not asked
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(module, "zone_of", lambda node, zones: zone if node == b"\1" * 32 else None)
+        near = handlers._path(b"\1" * 32)
+        handlers._path(b"\2" * 32)
+    assert (near.bps, near.spread) == (1_000_000, 0.123)
+    assert asked == [(b"\1" * 32, zone.nodes), (b"\2" * 32, ())]

@@ -75,9 +75,20 @@ def daemon_that_says(path: Path, said: bytes) -> Iterator[Client]:
         thread.join()
 
 
-def test_client_raises_the_error_of_the_daemon(tmp_path: Path) -> None:
+def test_client_that_reaches_nobody_keeps_no_connection_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    found = []
+    for _ in range(3):
+        with pytest.raises(NoDaemon) as error:
+            Client(tmp_path / "none").get("/")
+        found.append(error)  # its traceback keeps the connection
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"404 Not Found"])
+def test_client_raises_the_error_of_the_daemon(tmp_path: Path, status: bytes) -> None:
     body = json.dumps({"detail": "no such job", "exit_code": 4}).encode()
-    said = b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    said = b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
     with daemon_that_says(tmp_path / "s", said) as client, pytest.raises(MeshError, match="no such job") as found:
         client.get("/v1/jobs/x")
     assert found.value.code == ExitCode.NOT_FOUND
@@ -121,7 +132,7 @@ def test_client_distinguishes_busy_daemon_from_no_daemon(
     monkeypatch.setattr("mesh.api.client.BUSY_S", 30.0)
     accepted = ExitStack()
     monkeypatch.setattr("mesh.api.client.time.sleep", lambda _: accepted.enter_context(busy.accept()[0]))
-    with accepted, pytest.raises(NoDaemon, match="hangs, or is too busy"):
+    with accepted, pytest.raises(NoDaemon, match=r"that with pid .* hangs, or is too busy"):
         client.get("/", timeout_s=0.05)  # accepted, but not answered
 
 

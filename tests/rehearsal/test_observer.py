@@ -77,6 +77,13 @@ def test_entry_that_changes_after_it_looked_complete_is_torn(rehearsed: Rehearse
     (rehearsed.ckpt / "step-1" / "weights").write_text("longer")
     rehearsed.poll()
     assert rehearsed.run().torn == ("step-1",)
+    (rehearsed.ckpt / "step-3").mkdir()
+    for name in ("weights", "old"):
+        (rehearsed.ckpt / "step-3" / name).write_text("a")
+    rehearsed.poll()
+    (rehearsed.ckpt / "step-3" / "old").unlink()
+    rehearsed.poll()
+    assert rehearsed.run().torn == ("step-1",), "a job may prune"
 
 
 def test_entry_is_complete_with_its_marker_only(tmp_path: Path) -> None:
@@ -139,6 +146,9 @@ def test_running_attempt_is_one_that_has_begun_and_not_ended(rehearsed: Rehearse
     observer = rehearsed.observer
     assert observer.running(0) == observer.running(1) == rows[1] and observer.running(2) is None
     assert observer.started(0) == rows[0] and observer.started(2) is observer.started(3) is None and not observer.over
+    rehearsed.state = {"attempts": [attempt(1, reason="its node left")], "state": "running", "outcome": None}
+    rehearsed.poll()
+    assert observer.running(0) is None
     rehearsed.state = {"attempts": rows[2:], "state": "suspended", "outcome": {"kind": "failed", "exit_code": 3}}
     rehearsed.poll()
     assert [row["number"] for row in observer.attempts] == [0, 1, 2], "nodes list only the last few"
@@ -166,10 +176,11 @@ def test_middle_of_a_long_output_is_left_out(rehearsed: Rehearsed) -> None:
     rehearsed.poll()
     lines = [f"line {number}" for number in range(2 * LINES_KEPT + 1)]
     (rehearsed.logs / "007.txt").write_text("\n".join(lines))
-    none, some = (one.output for one in rehearsed.run().attempts)
-    assert none == () and some == (*lines[:LINES_KEPT], *lines[-LINES_KEPT:])
-    (rehearsed.logs / "007.txt").write_text("\n".join(lines[1:]))
-    assert rehearsed.run().attempts[1].output == tuple(lines[1:])
+    none, whole = (one.output for one in rehearsed.run().attempts)
+    assert none == () and whole == (*lines[:LINES_KEPT], *lines[-LINES_KEPT:])
+    for some in (lines[1:], lines[: LINES_KEPT + 9]):
+        (rehearsed.logs / "007.txt").write_text("\n".join(some))
+        assert rehearsed.run().attempts[1].output == tuple(some)
 
 
 def test_run_knows_what_each_attempt_resumed_from() -> None:

@@ -271,3 +271,23 @@ def test_checkpoint_saves_when_it_is_time_and_ends_the_attempt_when_the_node_is_
     assert steps[1] == "leave"
     running.saves, running.cooperates = False, False
     assert not remote.checkpoint() and not running.cooperates
+
+
+def test_answer_is_replaced_as_a_whole_and_no_notice_disturbs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answer").write_bytes(b"old")
+    with (tmp_path / "answer").open("rb") as reader:
+        remote._write(tmp_path / "answer", b"new")
+        assert reader.read() == b"old" and (tmp_path / "answer").read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [tmp_path / "answer"]
+    handlers: list[Any] = []
+    monkeypatch.setattr(remote, "_publish", lambda *what: handlers.append(signal.getsignal(signal.SIGTERM)))
+    assert run(Call(square, 2), tmp_path, monkeypatch) == 0 and handlers == [signal.SIG_IGN]
+
+
+def test_name_of_a_job_has_a_bound() -> None:
+    def function() -> None: ...
+
+    function.__name__ = "é-" + "x" * 100
+    assert order_of(Call(function), {})["name"] == "x" * 64

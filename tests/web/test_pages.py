@@ -13,10 +13,10 @@ from mesh.api.schemas.mesh import Node, Survival, Usage
 from mesh.api.schemas.owner import Cost, Lend
 from mesh.web import stylesheet
 from mesh.web.frame import Shown, Viewer, document, message
-from mesh.web.jobs import job_page, jobs_page
+from mesh.web.jobs import job_page, jobs_page, timeline
 from mesh.web.lend import lend_page
 from mesh.web.markup import element
-from mesh.web.nodes import DAYS, MOST_SHOWN, nodes_page, together, week_page
+from mesh.web.nodes import DAYS, MOST_GPUS, MOST_SHOWN, nodes_page, together, week_page
 from mesh.web.palette import DARK, LIGHT, contrast
 from mesh.web.stream import event
 from mesh.web.usage import ledger_page
@@ -218,3 +218,100 @@ def test_colours_have_enough_contrast() -> None:
         assert contrast(palette.muted, palette.raised) >= 4.5 and contrast(palette.text, palette.raised) >= 7
     used = set(re.findall(r"var\(--([\w-]+)\)", stylesheet.sheet()))
     assert all(f"--{name}:" in stylesheet.sheet() for name in used)
+
+
+def words(page: Shown) -> dict[str, str]:
+    """Return the text of each part, without tags."""
+    return {name: re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", part)).strip() for name, part in page.parts.items()}
+
+
+def test_sum_counts_nodes_that_are_here_and_gpus_that_are_lent() -> None:
+    rows = [
+        node("a", gpus_free=1, me=False),
+        node("b", lending=False, paused=True, held_by="owner", gpus_free=1, me=False),
+        node("c", state="dead", gpus_free=1, me=False),
+        node("z", gpus_free=0),
+    ]
+    page = nodes_page(rows)
+    assert words(page)["sum"] == "3 nodes here, 2 lending; 1 of 3 GPUs free"
+    order = [str(page.parts["nodes"]).index(f"<h2>{name}</h2>") for name in "zabc"]
+    assert order == sorted(order), "this node first, those that are gone last"
+    assert page.facts["b"] == "b: alive, owner present" and page.facts["c"].startswith("c: dead")
+    assert words(nodes_page([node("a", gpus=[])]))["sum"] == "1 node here, 1 lending"
+
+
+def test_node_says_what_is_free_of_it() -> None:
+    gpu = {"uuid": "g", "model": "NVIDIA T4", "vram_mib": 16_384}
+    for room, text in (
+        ([], "taken"),
+        ([{"uuid": "g", "share": 100, "vram_mib": 16_384}], "free"),
+        ([{"uuid": "g", "share": 30, "vram_mib": 8192}], "30 %, 8 GiB free"),
+        ([{"uuid": "g", "share": 100, "vram_mib": 8192}], "100 %, 8 GiB free"),
+    ):
+        told = words(nodes_page([node("a", gpus=[gpu], gpu_room=room)]))["nodes"]
+        assert f"T4, 16 GiB {text}" in told, told
+    told = words(nodes_page([node("a", slots=4, slots_free=1, weight=16, jobs=2)]))["nodes"]
+    assert "slots 1 of 4 free" in told and "runs 2 jobs · zone a · stays an hour: 25%" in told
+    part = str(nodes_page([node("a", slots=4, slots_free=1)]).parts["nodes"])
+    assert re.findall(r'width="(\d+%)"', part) == ["70%", "75%"], "what is used is drawn"
+    many = [{**gpu, "uuid": f"g{number}"} for number in range(MOST_GPUS + 2)]
+    assert "and 2 more GPUs" in words(nodes_page([node("a", gpus=many)]))["nodes"]
+    page = nodes_page([node(f"n{number:03}", me=False) for number in range(MOST_SHOWN + 3)])
+    assert words(page)["more"] == "3 more: `mesh nodes` lists all" and len(page.facts) == MOST_SHOWN + 3
+    assert str(page.parts["nodes"]).count("<li") == MOST_SHOWN
+
+
+def test_jobs_are_listed_with_what_is_at_risk() -> None:
+    rows = [
+        job("old", job="o" * 26, user="ada", outcome={"kind": "done", "ended_unix_ms": MS}, created_unix_ms=MS - 5),
+        job("mine", job="m" * 26, user="ada", at_risk_s=61.0, created_unix_ms=MS - 10),
+        job("theirs", job="t" * 26, user="bob", at_risk_s=99.0),
+    ]
+    page = jobs_page(rows, "ada", NOW)
+    told = words(page)
+    assert told["sum"] == "1 job of yours under way, 1m1s of work at risk"
+    assert told["mine"].index("mine") < told["mine"].index("old"), "what goes on comes first"
+    assert "theirs" in told["others"] and "theirs" not in told["mine"] and "t" * 26 not in page.facts
+    assert set(page.facts) == {"o" * 26, "m" * 26}, "no news of others' jobs"
+    safe = [job("mine", user="ada", at_risk_s=0.5)]
+    assert words(jobs_page(safe, "ada", NOW))["sum"] == "1 job of yours under way, no work at risk"
+    assert words(jobs_page([], "ada", NOW))["sum"] == "0 jobs of yours under way"
+    many = [job(f"n{number}", user="ada") for number in range(52)]
+    assert "2 older: `mesh ps -a` lists all" in words(jobs_page(many, "ada", NOW))["mine"]
+
+
+def test_timeline_covers_a_job_from_its_submission_to_its_end() -> None:
+    rows = [attempt("n", 0, "its node left"), attempt("n", 1)]
+    drawn = str(timeline(job("x", attempts=rows), NOW))
+    bars = re.findall(r'x="([\d.]+)" y="3" width="([\d.]+)"', drawn)
+    assert [tuple(map(float, bar)) for bar in bars] == [(0.0, 25.0), (33.33, 66.67)]
+    assert "2 attempts in 1m: n0 15s, its node left; n1 40s, under way" in drawn
+    ended = {"kind": "done", "ended_unix_ms": MS - 20_000}
+    assert "in 40s:" in str(timeline(job("x", attempts=rows, outcome=ended), NOW))
+    lost = [{**attempt("n", 4, "lost"), "ended_unix_ms": 0, "seen_unix_ms": MS + 40_000}]
+    assert "the last of 5, 1 attempt" in str(timeline(job("x", attempts=lost), NOW)) and "20s, lost" in str(
+        timeline(job("x", attempts=lost), NOW)
+    )
+    assert not timeline(job("x", attempts=[]), NOW)
+
+
+def test_ledger_names_those_who_did_not_answer() -> None:
+    told = words(ledger_page(told_of_usage("den"), "user", False))
+    assert told["notes"] == ("Not counted, as they did not answer: den. Only their newest receipts are counted: den.")
+    assert "slot" in told["runs"] and "9s" in told["runs"]
+    assert "are being asked" in words(ledger_page(told_of_usage("den"), "user", True))["notes"]
+
+
+def test_owner_is_offered_what_makes_sense_now() -> None:
+    open_gpus = [
+        {"index": 0, "withheld": False, "programs": [], "level": "lend", "why": "", "causes": [], "next_s": None}
+    ]
+
+    def offered(**state: Any) -> list[str]:
+        page = lend_page(VIEWER, lending("x", **state), [], 30.0, "")
+        return re.findall(r'id="do-(\w+)"', str(page.parts["buttons"]) + str(page.parts["at-once"]))
+
+    assert offered(gpus=open_gpus, guests=1) == ["reclaim", "pause", "kill"]
+    assert offered(gpus=open_gpus, guests=0) == ["reclaim", "pause"]
+    assert offered(gpus=open_gpus, guests=1, paused=True) == ["resume", "reclaim", "kill"]
+    assert offered(gpus=open_gpus, guests=0, lending=False) == offered(guests=0) == ["resume"], "a GPU is withheld"
