@@ -128,7 +128,8 @@ def test_path_is_estimated_to_other_nodes_only() -> None:
 
     def path(to: bytes, near: Any) -> Any:
         asked.append((to, near))
-        return SimpleNamespace(bps=1e6 + 0.4, spread=0.12345, source="seen", transfers=3)
+        fields = dict.fromkeys(module.schemas.mesh.Path.__struct_fields__, 0)
+        return SimpleNamespace(**fields | {"bps": 1e6 + 0.4, "spread": 0.12345})
 
     handlers._jobs.mesh_view.last = SimpleNamespace(hierarchy=SimpleNamespace(zones=(zone,)))
     handlers._jobs.departure_planner = SimpleNamespace(path=path)

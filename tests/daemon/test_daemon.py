@@ -6,10 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from membership.effects import RecordChanged
+from membership.events import EventsLost
 from mesh.daemon import edge_shaping
 from mesh.daemon.config import Settings
 from mesh.daemon.daemon import Daemon
@@ -76,6 +80,22 @@ async def test_leaving_node_takes_no_guest_before_it_reclaims_its_own(now: bool,
     assert steps == ["draining True", "advert", *reclaims, "submissions", "hand over", "farewell"]
 
 
+async def test_node_gives_the_notice_that_it_was_asked_for() -> None:
+    given: list[float] = []
+
+    async def reclaim(hosted: object, leave: Any) -> None:
+        given.append(leave.notice)
+
+    async def nothing(*given: object) -> None: ...
+
+    node: Any = MagicMock()
+    node._owner.notice_s, node._owner.policy.pause, node._reclaimer.leave = 5.0, 0.0, reclaim
+    node._submissions.leave = node._jobs.hand_over = node.membership.leave = nothing
+    for grace_s in (None, 0.0, 7.0):
+        await Daemon._leave(node, grace_s, False)
+    assert given == [5.0, 0.0, 7.0]
+
+
 async def test_socket_is_open_to_its_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesh.api.server.application", lambda handlers, log: web.Application())
     nothing: Any = None
@@ -86,6 +106,7 @@ async def test_socket_is_open_to_its_user_only(tmp_path: Path, monkeypatch: pyte
         await Daemon._serve_local(node)
         assert node._layout.socket.stat().st_mode & 0o777 == 0o600 and os.umask(0) == 0
         assert node._layout.socket.parent.stat().st_mode & 0o777 == 0o700
+        await Daemon._serve_local(node)  # in place of the socket that a killed daemon has left
     finally:
         os.umask(before)
         await asyncio.gather(*(runner.cleanup() for runner in node._runners))
@@ -239,3 +260,110 @@ async def test_owner_without_a_page_is_not_given_one() -> None:
     with pytest.raises(MeshError, match="web = false") as refused:
         await Daemon._open_page(node)
     assert refused.value.code == ExitCode.REFUSED
+
+
+async def test_reclaim_by_the_switch_is_finished_each_time_it_is_pressed() -> None:
+    settled: list[int] = []
+    node: Any = MagicMock()
+    node._killed = asyncio.Event()
+
+    async def settle() -> None:
+        settled.append(1)
+        if len(settled) < 3:
+            asyncio.get_running_loop().call_soon(node._killed.set)
+
+    node._handlers.lending.settle_strike = settle
+    following = asyncio.create_task(Daemon._follow_switch(node))
+    node._killed.set()
+    while len(settled) < 3:
+        await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    following.cancel()
+    assert len(settled) == 3 == node._jobs.event_log.add.call_count
+
+
+async def test_lost_events_are_made_up_for_by_reading_all_again() -> None:
+    seen: list[str] = []
+    events: asyncio.Queue[Any] = asyncio.Queue()
+    node: Any = MagicMock()
+    node.membership.subscribe.return_value = events
+    node._jobs.status_gossip.reload = lambda: seen.append("reload")
+    node._jobs.views_changed = lambda: seen.append("views")
+    node._jobs.status_gossip.on_section = lambda peer, section: seen.append(section)
+    node._library.hear = lambda peer, section: seen.append(section)
+    node._library.hear_all = lambda: seen.append("images")
+    watching = asyncio.create_task(Daemon._watch_membership(node))
+
+    async def after(event: Any) -> list[str]:
+        seen.clear()
+        await events.put(event)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return list(seen)
+
+    def changed(section: str) -> Any:
+        return RecordChanged(b"n" * 32, section)
+
+    await asyncio.sleep(0)
+    assert seen == ["reload", "views"]
+    assert await after(changed("advert")) == await after(changed("facts")) == ["views"]
+    assert await after(changed("jobs/x")) == ["jobs/x"] and await after(changed("images/x")) == ["images/x"]
+    assert await after(changed("other")) == []
+    assert await after(EventsLost(3)) == ["reload", "images", "views"]
+    watching.cancel()
+
+
+def test_only_engines_that_the_owner_offers_are_made(tmp_path: Path) -> None:
+    node: Any = MagicMock()
+    node._settings = Settings(engines=("process",))
+    node._layout = Layout(tmp_path)
+    assert set(Daemon._make_engines(node)) == {"process"}
+    node._settings = Settings(engines=())
+    assert Daemon._make_engines(node) == {}
+
+
+def test_peer_that_is_no_member_is_refused_by_its_name() -> None:
+    node: Any = MagicMock()
+    assert Daemon._refuse_peer(node, b"n" * 32) == ""
+    node.trust.credentials.return_value = None
+    assert "is not a member of this mesh" in Daemon._refuse_peer(node, b"n" * 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles", "problems"),
+    [
+        (Settings(lend=True, nick="desk"), ("provider", "user"), set()),
+        (Settings(lend=True), ("user",), {"role"}),
+        (Settings(lend=False), ("user",), set()),
+        (Settings(nick="other"), ("provider",), {"nick"}),
+    ],
+)
+async def test_what_a_certificate_does_not_allow_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Settings, roles: tuple[str, ...], problems: set[str]
+) -> None:
+    module = "mesh.daemon.daemon"
+    steps: list[Any] = []
+
+    class Node:
+        def __init__(self, *given: object, **more: Any) -> None:
+            self.credentials = SimpleNamespace(user="ada", roles=roles, nick="desk")
+            self.problems: dict[str, str] = {}
+            self.used_invites = SimpleNamespace(held=False)
+
+        async def start(self) -> None:
+            steps.append(self.used_invites.held)
+
+    peers = MagicMock()
+    peers.return_value.open = AsyncMock()
+    for name, double in (("MembershipNode", Node), ("PeerClient", peers), ("Wire", steps.append)):
+        monkeypatch.setattr(f"{module}.{name}", double)
+    layout = Layout(tmp_path)
+    layout.chain.write_bytes(b"chain")
+    node: Any = MagicMock(_layout=layout, _settings=msgspec.structs.replace(settings, upload_mbps=80.0))
+    await Daemon._open_membership(node)
+    assert set(node.membership.problems) == problems
+    assert steps == [True, 10e6], "an invite is used up only once that is known; bytes, not bits"
+    node._settings = msgspec.structs.replace(settings, upload_mbps=0.0)
+    await Daemon._open_membership(node)
+    assert steps[-1] is None
