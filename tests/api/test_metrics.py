@@ -4,7 +4,10 @@ import json
 import math
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -16,9 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
+from membership.node import PortInUse
 from mesh.api.exposition import Histogram, Metric, Sheet
-from mesh.api.metric_names import METRICS
+from mesh.api.handlers import metrics as handler
+from mesh.api.handlers.metrics import Metrics, ReclaimTimes
+from mesh.api.metric_names import METRICS, STAGES
+from mesh.gpus.inventory import Lending, Presence
 from mesh.gpus.nvml import readings
+from placement.advert import Portion
+from tests.gpus.test_inventory import lender
 from tests.gpus.test_nvml import FakeNvml
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -181,3 +190,132 @@ def test_gpu_reports_only_the_sensors_it_has(monkeypatch: pytest.MonkeyPatch) ->
     assert [reading.uuid for reading in readings()] == ["GPU-0"] and not lost.open
     FakeNvml(monkeypatch, init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     assert readings() == ()
+
+
+class Node:
+    """A node whose parts say what the test sets."""
+
+    def __init__(self) -> None:
+        self.inventory = lender()
+        self.jobs = SimpleNamespace(attempts={}, event_log=SimpleNamespace(counts=Counter(checkpoint=4)))
+        self.statuses: dict[bytes, Any] = {}
+        self.jobs.job_table = SimpleNamespace(all=lambda: self.statuses)
+        self.members = [SimpleNamespace(state=state) for state in ("alive", "alive", "dead")]
+        membership = SimpleNamespace(members=lambda: self.members, clock_offset_s=0.25, problems={"guard": "why"})
+        accounts = SimpleNamespace(ran_s=Counter(process=9), ended={("process", "done"): 2}, gpu_s=3.5, lost_s=7.0)
+        self.reclaims = ReclaimTimes()
+        self.store_room: int | None = 100
+        lanes = [SimpleNamespace(urgency="urgent"), SimpleNamespace(urgency="urgent")]
+        wire = SimpleNamespace(open=lanes, sent=Counter(urgent=10, background=20))
+        store = SimpleNamespace(
+            stored_bytes=lambda: 50, foreign_bytes=lambda: 20, remaining_quota=lambda: self.store_room
+        )
+        engine = SimpleNamespace(starts=Counter(ok=5, failed=1))
+        parts: Any = (
+            b"me",
+            membership,
+            self.inventory,
+            SimpleNamespace(foreign={"a": SimpleNamespace(memory=12)}),
+            {"process": engine},
+            self.jobs,
+            accounts,
+            self.reclaims,
+            wire,
+            store,
+            lambda: 77,
+            lambda: Counter(refused_chunks=2, heard=3),
+            1000.0,
+        )
+        self.metrics = Metrics(*parts)
+
+    def samples(self) -> dict[str, float]:
+        return dict(_samples(self.metrics._write((), {})))
+
+
+def _samples(text: str) -> Iterator[tuple[str, float]]:
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            yield name, float(value)
+
+
+def test_metrics_say_what_is_lent_and_to_whom() -> None:
+    node = Node()
+    half, whole = Portion("b", 50, 8_000), Portion("b", 20, 1_000)
+    guests = ((b"1", object(), False, (half, whole)), (b"2", object(), True, ()), (b"3", None, False, ()))
+    for job, guest, held, portions in guests:
+        engine = SimpleNamespace(name="process")
+        node.jobs.attempts[job] = SimpleNamespace(guest=guest, held=held, portions=portions, engine=engine)
+    seen = node.samples()
+    for state in ("preparing", "running", "still"):
+        assert seen[f'mesh_guests{{engine="process",state="{state}"}}'] == 1
+    assert seen['mesh_gpu_share_given_ratio{gpu="b"}'] == 0.7 and seen['mesh_gpu_share_given_ratio{gpu="a"}'] == 0
+    assert (
+        seen['mesh_gpu_memory_given_bytes{gpu="b"}'] == 9_000 * 2**20 and seen['mesh_gpu_foreign_bytes{gpu="a"}'] == 12
+    )
+    assert (seen["mesh_lending"], seen["mesh_paused"], seen["mesh_owner_present"]) == (1, 0, 0)
+    node.inventory.lending = Lending(lending=True, paused=True)
+    node.inventory.presence = Presence(held_by="owner")
+    seen = node.samples()
+    assert (seen["mesh_lending"], seen["mesh_paused"], seen["mesh_owner_present"]) == (0, 1, 1)
+    node.inventory.lending, node.inventory.presence = Lending(lending=True), Presence(held_by="hours")
+    seen = node.samples()
+    assert (seen["mesh_lending"], seen["mesh_owner_present"]) == (0, 0)
+
+
+def test_metrics_count_work_at_risk_of_the_jobs_that_run_here() -> None:
+    node = Node()
+    for number, (runner, risk) in enumerate(((b"me", 5.0), (b"me", 7.0), (b"other", 100.0))):
+        job = b"%d" % number
+        node.statuses[job] = SimpleNamespace(runner=runner, state="running", at_risk_s=lambda now_ms, risk=risk: risk)
+        node.jobs.attempts[job] = SimpleNamespace(
+            guest=None, held=False, portions=(), engine=SimpleNamespace(name="process")
+        )
+    node.statuses[b"x"] = SimpleNamespace(runner=b"me", state="of a later version", at_risk_s=lambda now_ms: 1000.0)
+    seen = node.samples()
+    assert (seen["mesh_work_at_risk_seconds"], seen["mesh_work_at_risk_max_seconds"]) == (12, 7)
+    assert seen['mesh_jobs{state="running"}'] == 3 and seen['mesh_jobs{state="other"}'] == 1
+    assert seen['mesh_jobs{state="done"}'] == 0, "each state has a sample"
+    assert Node().samples()["mesh_work_at_risk_max_seconds"] == 0
+
+
+def test_metrics_of_mesh_store_and_network() -> None:
+    node = Node()
+    seen = node.samples()
+    assert (seen['mesh_members{state="alive"}'], seen['mesh_members{state="dead"}']) == (2, 1)
+    assert (seen['mesh_refused_total{reason="chunks"}'], seen['mesh_gossip_total{event="heard"}']) == (2, 3)
+    assert seen['mesh_transfers_open{urgency="urgent"}'] == 2 and seen['mesh_transfers_open{urgency="background"}'] == 0
+    assert seen['mesh_transfer_sent_bytes_total{urgency="background"}'] == 20
+    assert (seen['mesh_store_bytes{owner="all"}'], seen['mesh_store_bytes{owner="others"}']) == (50, 20)
+    assert seen["mesh_store_room_bytes"] == 100 and seen["mesh_problems"] == 1
+    assert seen['mesh_guest_starts_total{engine="process",result="failed"}'] == 1
+    node.store_room = None
+    assert "mesh_store_room_bytes" not in node.samples(), "there is no bound"
+
+
+def test_stages_of_reclaims_are_counted_once_each() -> None:
+    times = ReclaimTimes()
+    times.observe({STAGES[0]: 0.01, "a stage of a later version": 9.0})
+    times.observe({})
+    assert times.count == 2 and times.stages[STAGES[0]].sum == 0.01
+
+
+async def test_answer_is_repeated_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, now, written = Node(), 100.0, list[int]()
+    monkeypatch.setattr(handler, "readings", tuple)
+    monkeypatch.setattr(handler, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    monkeypatch.setattr(node.metrics, "_write", lambda gpus, process: written.append(1) or f"{len(written)}")
+    assert [await node.metrics.text() for _ in range(2)] == ["1", "1"]
+    now += handler.FRESH_S
+    assert await node.metrics.text() == "2"
+
+
+async def test_port_of_the_metrics_that_is_taken_is_named() -> None:
+    node = Node()
+    runner = await node.metrics.serve("127.0.0.1", 0)
+    try:
+        port = runner.addresses[0][1]
+        with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1 .*metrics_port PORT"):
+            await node.metrics.serve("127.0.0.1", port)
+    finally:
+        await runner.cleanup()

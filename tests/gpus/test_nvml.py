@@ -67,7 +67,15 @@ def test_inventory_lists_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "version"), [(b"550.54.14", (550, 54, 14)), ("580.00", (580, 0)), ("rc", ()), ("", ())]
+    ("text", "version"),
+    [
+        (b"550.54.14", (550, 54, 14)),
+        ("580.00", (580, 0)),
+        ("rc", ()),
+        ("", ()),
+        ("1.2.3.4.5", (1, 2, 3, 4)),
+        ("1.²", ()),
+    ],
 )
 def test_driver_version_is_parsed(monkeypatch: pytest.MonkeyPatch, text: str | bytes, version: tuple[int, ...]) -> None:
     nvml = FakeNvml(monkeypatch)

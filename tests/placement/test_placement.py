@@ -10,8 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.model.events import MAX_EVENT_BYTES, REASON_CHARS
-from placement.advert import Advert, AdvertError, Gpu, Portion, decode_advert, encode_advert
+from placement.advert import (
+    MAX_DRIVER_PARTS,
+    MAX_GPUS,
+    MAX_IMAGES,
+    MAX_NUMBER,
+    MAX_WEIGHT,
+    Advert,
+    AdvertError,
+    Gpu,
+    Portion,
+    SystemCheckpoints,
+    decode_advert,
+    encode_advert,
+    horizon_of,
+)
 from placement.allocation import all_free, allocate
+from placement.bounds import MAX_SLOTS
 from placement.decision import cannot_ever, decide, explain, replay, replica_order, witness_order
 from placement.filters import engine_for, refusals
 from placement.ranking import rank_nodes
@@ -354,3 +369,116 @@ def test_witness_order_has_all_nodes() -> None:
     order = witness_order(JOB, adverts, NODES)
     assert sorted(order) == sorted(NODES)
     assert order == witness_order(JOB, list(reversed(adverts)), list(reversed(NODES)))
+
+
+def test_advert_may_reach_its_bounds_and_not_pass_them() -> None:
+    for field, most in (
+        ("weight", MAX_WEIGHT),
+        ("slots", MAX_SLOTS),
+        ("memory_mib", MAX_NUMBER - 1),
+        ("back_unix", MAX_NUMBER - 1),
+    ):
+        told = advert(NODES[0], **{field: most})
+        assert decode_advert(NODES[0], encode_advert(told)) == told
+        with pytest.raises(AdvertError):
+            decode_advert(NODES[0], encode_advert(advert(NODES[0], **{field: most + 1})))
+    gpus = tuple(gpu(number, 1000) for number in range(MAX_GPUS + 1))
+    listed = {
+        "gpus": gpus,
+        "driver": (1,) * (MAX_DRIVER_PARTS + 1),
+        "data_ids": (b"x",) * (MAX_IMAGES + 1),
+        "data_paths": ("x",) * (MAX_IMAGES + 1),
+        "network": ("x",) * (MAX_IMAGES + 1),
+        "image_denials": ("x",) * (MAX_IMAGES + 1),
+    }
+    for field, values in listed.items():
+        decode_advert(NODES[0], encode_advert(advert(NODES[0], **{field: values[1:]})))
+        with pytest.raises(AdvertError):
+            decode_advert(NODES[0], encode_advert(advert(NODES[0], **{field: values})))
+    for changes in (
+        {"weights": (0,) + (1,) * 6},
+        {"weights": (1,) * 6},
+        {"weights": (65,) + (1,) * 6},
+        {"slots": 1, "slots_free": 2},
+        {"driver": (550, -1)},
+        {"system": SystemCheckpoints(platform="two\nlines")},
+    ):
+        with pytest.raises(AdvertError):
+            decode_advert(NODES[0], encode_advert(advert(NODES[0], **changes)))
+
+
+def test_horizon_is_the_shortest_that_is_long_enough() -> None:
+    assert [horizon_of(seconds) for seconds in (0, 900, 901, 1800, 57_600, 1e9)] == [0, 0, 1, 1, 6, 6]
+    assert (
+        advert(NODES[0], weights=tuple(range(1, 8))).weight_for(2) == 3
+        and advert(NODES[0], weight=9).weight_for(2) == 9
+    )
+
+
+def test_load_counts_one_more_job_and_is_none_on_an_idle_node() -> None:
+    assert advert(NODES[0], slots=4, slots_free=4).load == 0 == advert(NODES[0], slots=0, slots_free=0).load
+    assert advert(NODES[0], slots=4, slots_free=3).load == 2**20 // 2
+
+
+def test_what_a_job_asks_for_exactly_is_enough() -> None:
+    gpus = (gpu(1, 1000),)
+    node = advert(
+        NODES[0],
+        gpus=gpus,
+        free_portions=(Portion("GPU-1", 30, 600),),
+        guards=True,
+        driver=(550,),
+        memory_mib=8192,
+        cpus=4,
+    )
+    exact = Request(JOB, 0, "ada", **SHARE, memory_mib=8192, cpus=4, driver=(550,), capability=(8, 6))  # type: ignore[arg-type]
+    assert refusals(exact, node) == []
+    for more in ({"memory_mib": 8193}, {"cpus": 5}, {"driver": (550, 1)}, {"gpu_share": 31}, {"vram_mib": 601}):
+        assert refusals(msgspec.structs.replace(exact, **more), node), more
+    assert refusals(msgspec.structs.replace(exact, capability=(8, 7)), node)
+    for need in ({"uv": True}, {"conda": True}, {"interactive": True}):
+        lacks = msgspec.structs.replace(node, uv=False, conda=False, interactive=False)
+        assert refusals(msgspec.structs.replace(exact, **need), lacks) and not refusals(exact, lacks)
+        has = msgspec.structs.replace(node, uv=True, conda=True, interactive=True)
+        assert not refusals(msgspec.structs.replace(exact, **need), has)
+
+
+def test_name_of_the_owner_opens_nothing_without_their_key() -> None:
+    node = advert(NODES[0], user="ada", user_key=b"a" * 32, accepts=(), own_only=("process",))
+    own = Request(JOB, 0, "ada", user_key=b"a" * 32)
+    assert refusals(own, node) == []
+    for other in (msgspec.structs.replace(own, user_key=b"b" * 32), msgspec.structs.replace(own, user="bob")):
+        assert len(refusals(other, node)) == 2, "neither the machine nor the engine"
+
+
+def test_node_that_failed_a_job_is_refused_to_that_job_only() -> None:
+    node = advert(NODES[0])
+    assert refusals(Request(JOB, 0, "ada", exclude=(NODES[0],)), node) == ["failed this job a moment ago"]
+    assert refusals(Request(b"", 0, "ada", exclude=(NODES[0],)), node) == []
+
+
+def test_copies_go_to_nodes_with_more_room_than_they_need() -> None:
+    adverts = [advert(node, store_free_mib=100 + number) for number, node in enumerate(NODES)]
+    assert set(replica_order(JOB, adverts, (), need_mib=103)) == set(NODES[4:])
+    assert len(replica_order(JOB, adverts, (), need_mib=1, most=3)) == 3
+    assert set(replica_order(JOB, adverts, set(NODES[1:]), need_mib=1)) == {NODES[0]}
+
+
+def test_submission_is_refused_only_for_what_idle_nodes_lack() -> None:
+    full = [advert(node, paused=True, slots_free=0) for node in NODES[:2]]
+    assert cannot_ever(Request(JOB, 0, "ada"), full) is None
+    assert cannot_ever(Request(JOB, 0, "ada", nodes=2), full) is None
+    assert "2 of the nodes could run it, and it needs 3" in (cannot_ever(Request(JOB, 0, "ada", nodes=3), full) or "")
+    assert cannot_ever(Request(JOB, 0, "ada", cpus=99), [advert(NODES[0], lending=False)]) is None, "it may lend again"
+    many = [advert(node) for node in NODES[:5]]
+    told = cannot_ever(Request(JOB, 0, "ada", cpus=99), many) or ""
+    assert told.count("lends at most 4 CPUs") == 3 and told.endswith("; and 2 more")
+    assert cannot_ever(Request(JOB, 0, "ada", cpus=99, on=(NODES[7],)), many) is None
+
+
+def test_decision_lists_a_bounded_number_of_nodes() -> None:
+    ranking = rank_nodes(Request(JOB, 0, "ada"), [advert(node) for node in NODES])
+    decision = decide(Request(JOB, 0, "ada"), ranking, NODES[:1] + [bytes([n]) * 32 for n in range(100, 120)])
+    assert decision is not None and len(decision.order) == 4 and len(decision.declined) == 8
+    assert NODES[0] not in [node for node, _, _ in decision.order] and decision.declined[0] == NODES[0]
+    assert explain(Request(JOB, 0, "ada", nodes=9), ranking) == ["8 of the 9 nodes it needs could take it now"]
