@@ -37,7 +37,7 @@ def sanitize(text: str, most: int = LONGEST) -> str:
         category = unicodedata.category(sign)
         if category in {"Mn", "Me"}:
             marks += 1
-            if shown and marks <= MARKS and category == "Mn" and width_of(sign) == 0:
+            if shown and marks <= MARKS and category == "Mn":
                 shown.append(sign)
             continue
         marks = 0

@@ -217,7 +217,7 @@ async def test_daemon_that_fails_ends_with_its_reason_and_leaves_first() -> None
     Daemon._fail(node, "its certificate was revoked")
     Daemon._on_signal(node)  # asked twice: the first one counts
     with pytest.raises(MeshError, match="its certificate was revoked"):
-        await running
+        await asyncio.wait_for(running, 5)
     assert steps == [(None, False), "work ends"]
 
 
@@ -269,6 +269,7 @@ async def test_reclaim_by_the_switch_is_finished_each_time_it_is_pressed() -> No
 
     async def settle() -> None:
         settled.append(1)
+        assert len(settled) <= 3, "it was pressed three times"
         if len(settled) < 3:
             asyncio.get_running_loop().call_soon(node._killed.set)
 

@@ -10,11 +10,23 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from mesh.api.schemas.gpus import Gpus
-from mesh.api.schemas.jobs import Events, Jobs
-from mesh.api.schemas.mesh import Nodes, Status, Transfer, Transfers
+from mesh.api.schemas.jobs import Described, Events, Job, Jobs
+from mesh.api.schemas.mesh import Node, Nodes, Status, Transfer, Transfers
+from mesh.api.schemas.owner import Rehearsed
 from mesh.top.answers import Look, understood
 from mesh.top.table import LEAST, Cell, Column, Row, Table, bar, clock, titles_of, widths_of
-from mesh.top.table_rows import JOB_SORTINGS, OVER
+from mesh.top.table_rows import (
+    JOB_SORTINGS,
+    OVER,
+    attempts,
+    cost_rows,
+    job_lines,
+    job_row,
+    lends,
+    moves,
+    node_row,
+    slots_row,
+)
 from mesh.top.view import View, text_lines
 from mesh.util.errors import MeshError
 from mesh.util.sanitize import cut, sanitize, width_of
@@ -242,3 +254,172 @@ def test_text_at_its_bound_is_whole_and_longer_text_ends_with_a_sign() -> None:
     assert sanitize(marks) == "e\u0336\u0336a\u0336", "each letter has its own"
     assert sanitize("a\u20ddb") == "ab", "what encloses other signs"
     assert sanitize("\u2028\ue000\u200b\ud800") == "\ufffd" * 4 and sanitize("a\u00a0b\u2003c") == "a b c"
+
+
+def texts(row: Row) -> list[str]:
+    return [cell.text for cell in row.cells]
+
+
+def a_node(**fields: Any) -> Node:
+    told: dict[str, Any] = {"node": "n" * 26, "nick": "desk", "user": "ada", "state": "alive", "me": False, "zone": ""}
+    told |= {"lending": True, "paused": False, "held_by": "", "back_unix": 0, "slots": 2, "slots_free": 1, "jobs": 0}
+    told |= {"gpus": [], "gpu_room": [], "engines": ["process", "docker"], "since_unix": AT - 60}
+    return answer(Node, told | fields)
+
+
+def a_job(**fields: Any) -> Job:
+    told: dict[str, Any] = {"job": "j" * 26, "name": "train", "user": "ada", "state": "running", "node": "desk"}
+    told |= {"array": None, "detail": "", "saving": None, "step": None, "of": None, "checkpoint": None, "gang": []}
+    told |= {
+        "next_checkpoint": None,
+        "at_risk_s": 0.0,
+        "attempts": [],
+        "gpus": 1,
+        "gpu_share": 100,
+        "command": "train.py",
+    }
+    return answer(Job, told | {"created_unix_ms": 5, "standby": None, "outcome": None} | fields)
+
+
+GPU = {"uuid": "g", "model": "T4", "vram_mib": 16_384}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "1/2 slots"),
+        ({"slots": 0}, "-"),
+        ({"gpus": [GPU], "gpu_room": [{"uuid": "g", "share": 30, "vram_mib": 1}]}, "0.3/1 GPUs, 1/2 slots"),
+        ({"gpus": [GPU], "gpu_room": [{"uuid": "g", "share": 30, "vram_mib": 0}], "slots": 0}, "0/1 GPUs"),
+        ({"lending": False}, "-"),
+        ({"lending": False, "paused": True}, "paused"),
+        ({"lending": False, "paused": True, "held_by": "owner"}, "owner present"),
+        ({"lending": False, "paused": True, "held_by": "hours"}, "outside hours"),
+    ],
+)
+def test_node_says_what_it_lends_or_why_not(fields: dict[str, Any], words: str) -> None:
+    assert lends(a_node(**fields)) == words
+
+
+def test_row_of_a_node() -> None:
+    row = node_row(a_node(gpus=[GPU, GPU | {"uuid": "h"}], me=True, jobs=3, zone="lab"), AT, False)
+    assert texts(row)[:2] == ["desk *", "alive"] and texts(row)[3].endswith(" 2/2") and texts(row)[4:6] == ["3", "1m"]
+    assert texts(row)[6:] == ["ada", "lab", "T4", "process,docker"] and row.cells[0].tone == "bold"
+    assert node_row(a_node(), AT, False).cells[0].tone == "" and node_row(a_node(), AT, True).cells[0].tone == "bold"
+
+
+def test_row_of_a_job() -> None:
+    assert texts(job_row(a_job(), AT, False)) == [
+        "jjjjjjjj", "train", "running", "desk", "0", "", "-", "-", "", "ada", "1", "train.py",
+    ]  # fmt: skip
+    kept = {"seq": 3, "step": 7, "holders": ["a", "b"], "created_unix_ms": (int(AT) - 65) * 1000, "manifest": ""}
+    due = {"due_unix": int(AT) + 30, "interval_s": 1.0, "loss_s": 1.0, "why": "hazard"}
+    busy = a_job(
+        step=7, of=20, checkpoint=kept, next_checkpoint=due, at_risk_s=61.0, gang=["den"], gpus=2, gpu_share=50,
+        detail="it saves", array={"array": "x" * 26, "label": "12"},
+    )  # fmt: skip
+    shown = texts(job_row(busy, AT, True))
+    assert shown[0] == "xxxxxxxx_12" and shown[3] == "desk +1" and shown[5:8] == ["7/20", "1m5s on 2", "1m1s"]
+    assert shown[8] and shown[10:] == ["1", "it saves"]
+    over = msgspec.structs.replace(busy, state="done")
+    assert texts(job_row(over, AT, False))[8] == "" and texts(job_row(over, AT, False))[11] == "train.py  it saves"
+    assert texts(job_row(a_job(gpus=0, node=None, step=7), AT, False))[3:11:7] == ["-", "-"]
+
+
+def test_moves_are_attempts_that_ran_elsewhere() -> None:
+    def attempt(number: int, running_unix_ms: int) -> dict[str, Any]:
+        return {"number": number, "node": "n", "term": 0, "started_unix_ms": 1, "running_unix_ms": running_unix_ms,
+                "ended_unix_ms": 0, "seen_unix_ms": 0, "reason": "", "exit_code": None}  # fmt: skip
+
+    assert moves(a_job()) == 0 and moves(a_job(attempts=[attempt(0, 1)])) == 0
+    assert moves(a_job(attempts=[attempt(4, 1), attempt(5, 1)])) == 5, "only the last ones are listed"
+    assert moves(a_job(attempts=[attempt(0, 1), attempt(1, 0), attempt(2, 1)])) == 1
+    assert moves(a_job(attempts=[attempt(0, 0)])) == 0
+
+
+def test_guests_without_a_gpu_share_one_row() -> None:
+    one = look()
+    status = msgspec.structs.replace(one.status, guests=["j" * 26, "unknown"])
+    mine = look(status=status, nodes=[a_node(me=True)], jobs=[a_job(gpus=0)], gpus=[])
+    row = slots_row(mine)
+    assert row is not None and texts(row)[2].endswith("1/2") and texts(row)[4] == "train of ada"
+    none = slots_row(look(status=msgspec.structs.replace(status, guests=[]), nodes=[a_node(me=True)], gpus=[], jobs=[]))
+    assert none is not None and texts(none)[4] == "free"
+    assert slots_row(look(nodes=[a_node()])) is None
+    assert slots_row(look(status=msgspec.structs.replace(status, guests=[]), nodes=[a_node(me=True, slots=0)])) is None
+
+
+def test_new_checkpoint_of_a_job_is_news() -> None:
+    kept = {"seq": 3, "step": 7, "holders": [], "created_unix_ms": 5, "manifest": ""}
+    before, after = a_job(), a_job(checkpoint=kept)
+
+    def marked(first: Job, then: Job) -> bool:
+        view = seen(look(jobs=[first]), look(AT + 1, jobs=[then], events=[]))
+        return view.tables()["jobs"].rows[0].cells[0].tone == "bold"
+
+    assert marked(before, after) and not marked(after, after) and marked(after, a_job(checkpoint=kept | {"seq": 4}))
+    assert not marked(before, a_job(step=9)), "a step is none"
+
+
+def test_totals_count_nodes_that_are_here_alone() -> None:
+    room = [{"uuid": "g", "share": 50, "vram_mib": 1}]
+    nodes = [a_node(node="1", gpus=[GPU], gpu_room=room), a_node(node="2", state="dead", gpus=[GPU], gpu_room=room)]
+    nodes.append(a_node(node="3", lending=False, gpus=[GPU], gpu_room=room))
+    jobs = [a_job(job="1", at_risk_s=5.0), a_job(job="2", node=None), a_job(job="3", state="done", at_risk_s=9.0)]
+    totals = seen(look(nodes=nodes, jobs=jobs)).totals()
+    assert (totals.nodes, totals.alive, totals.lending, totals.gpus, totals.gpus_free) == (3, 2, 1, 1, 0.5)
+    assert (totals.slots, totals.slots_free, totals.running, totals.waiting, totals.at_risk_s) == (2, 1, 1, 1, 5.0)
+
+
+def test_first_line_says_whether_the_node_lends() -> None:
+    status = look().status
+    for paused, now, words in ((True, True, "paused"), (False, True, "lending"), (False, False, "not lending now")):
+        lend = msgspec.structs.replace(status.lend, now=now)
+        one = look(status=msgspec.structs.replace(status, paused=paused, lend=lend))
+        assert text_lines(seen(one), 100, 3)[0].endswith(f", {words}")
+    lines = text_lines(seen(look()), 100, 1)
+    assert sum(line.startswith("EVENTS") for line in lines) == 1 and lines[-2].startswith("EVENTS")
+
+
+def test_page_of_a_job_says_where_its_checkpoint_is_and_how_attempts_ended() -> None:
+    kept = {
+        "seq": 3,
+        "step": 7,
+        "holders": ["den"],
+        "created_unix_ms": (int(AT) - 65) * 1000,
+        "manifest": "",
+        "at_risk": True,
+    }
+    due = {"due_unix": int(AT) - 5, "interval_s": 1.0, "loss_s": 1.0, "why": "hazard"}
+    job = a_job(checkpoint=kept | {"wanted": 2}, next_checkpoint=due, at_risk_s=61.0, standby="lab", detail="x")
+    ended = {"number": 0, "node": "den", "term": 0, "started_unix_ms": (int(AT) - 99) * 1000, "running_unix_ms": (int(AT) - 90) * 1000,
+             "ended_unix_ms": (int(AT) - 30) * 1000, "seen_unix_ms": 0, "reason": "its node left", "exit_code": None,
+             "resumed_step": None, "last_step": 7}  # fmt: skip
+    runs = ended | {
+        "number": 1,
+        "ended_unix_ms": 0,
+        "reason": "",
+        "running_unix_ms": (int(AT) - 20) * 1000,
+        "resumed_step": 7,
+    }
+    lost = ended | {"number": 2, "ended_unix_ms": 0, "seen_unix_ms": (int(AT) - 50) * 1000}
+    never = ended | {"number": 3, "running_unix_ms": 0}
+    told = {**msgspec.to_builtins(job), "attempts": [ended, runs, lost, never]}
+    described = answer(Described, {"job": told, "events": []})
+    lines = [" ".join(cell.text for cell in line) for line in job_lines(described, AT)]
+    assert lines[0].startswith("jjjjjjjj  train") and lines[0].endswith("on desk, standby lab  of ada")
+    assert "checkpoint 3 at step 7, 1m5s ago, on den (at risk: 2 wanted); next due " in lines[2]
+    assert lines[2].endswith("; at risk 1m1s")
+    rows = [texts(row) for row in attempts(described, AT)]
+    assert [row[0] for row in rows] == ["3", "2", "1", "0"], "the newest first"
+    assert [row[3] for row in rows] == ["-", "40s", "20s", "1m"] and [row[4] for row in rows] == ["-", "-", "7", "-"]
+    assert [row[6] for row in rows] == ["its node left", "its node left", "running", "its node left"]
+
+
+def test_cost_of_a_guest_that_is_not_led_here_is_not_known() -> None:
+    guest = {"job": "j" * 26, "name": "", "user": "ada", "ran_s": 60.0, "gpus": ["g"], "leads": True, "at_risk_s": 61.0,
+             "save_s": 0.25, "ship_bytes": 2**20, "ship_s": None, "chance": 0.5, "goes_to": "den", "loses": ""}  # fmt: skip
+    other = guest | {"leads": False, "gpus": [], "chance": None, "ship_bytes": None, "ship_s": 2.0, "save_s": None}
+    rows = cost_rows(answer(Rehearsed, {"guests": [guest, other | {"goes_to": None, "loses": "all"}]}))
+    assert texts(rows[0]) == ["jjjjjjjj", "ada", "1m", "1", "1m1s", "0.2s", "1.0 MiB ?", "50%", "den", "nothing"]
+    assert texts(rows[1])[3:] == ["-", "-", "?", "2.0s", "?", "-", "all"] and rows[1].cells[-1].tone == "bad"
