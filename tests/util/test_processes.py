@@ -128,12 +128,14 @@ ctypes.CDLL(None).syscall(SYS_exit, 0)
 def test_process_lives_while_one_of_its_threads_does() -> None:
     code = THREADS_OF_A_ZOMBIE.replace("SYS_exit", "93" if os.uname().machine == "aarch64" else "60")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        until(lambda: (stat_of(child.pid) or Stat("", 0, 0, 0, 0)).state == "Z")
-        own = process_of(child.pid)
-        assert own is not None and lives(own)
-        child.kill()
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            until(lambda: (stat_of(child.pid) or Stat("", 0, 0, 0, 0)).state == "Z")
+            own = process_of(child.pid)
+            assert own is not None and lives(own)
+        finally:
+            child.kill()
 
 
 def test_stop_that_is_pending_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +179,15 @@ def test_stat_is_read_behind_the_name(tmp_path: Path) -> None:
 
 def test_descendants_are_found_at_any_depth() -> None:
     code = "import subprocess, sys; subprocess.run(['sh', '-c', 'sleep 60; :'])"
-    with subprocess.Popen([sys.executable, "-c", code]) as child:
-        until(lambda: len(descendants_of(child.pid)) == 2)
-        found = descendants_of(child.pid)
-        parents = {pid: stat.parent for pid in found if (stat := stat_of(pid)) is not None}
-        assert child.pid in parents.values() and set(parents.values()) - {child.pid} < found
-        assert found < descendants_of(os.getpid())
-        child.kill()
-        for pid in found:
-            os.kill(pid, signal.SIGKILL)
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as child:
+        try:
+            until(lambda: len(descendants_of(child.pid)) == 2)
+            found = descendants_of(child.pid)
+            parents = {pid: stat.parent for pid in found if (stat := stat_of(pid)) is not None}
+            assert child.pid in parents.values() and set(parents.values()) - {child.pid} < found
+            assert found < descendants_of(os.getpid())
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
     assert descendants_of(child.pid) == set()
 
 
