@@ -178,11 +178,14 @@ def test_stat_is_read_behind_the_name(tmp_path: Path) -> None:
 
 
 def test_descendants_are_found_at_any_depth() -> None:
-    code = "import subprocess, sys; subprocess.run(['sh', '-c', 'sleep 60; :'])"
-    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as child:
+    code = "import subprocess; subprocess.run(['sh', '-c', 'sleep 60 & echo; wait'])"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as child:
         try:
-            until(lambda: len(descendants_of(child.pid)) == 2)
+            assert child.stdout is not None
+            child.stdout.readline()
             found = descendants_of(child.pid)
+            assert len(found) == 2
             parents = {pid: stat.parent for pid in found if (stat := stat_of(pid)) is not None}
             assert child.pid in parents.values() and set(parents.values()) - {child.pid} < found
             assert found < descendants_of(os.getpid())
