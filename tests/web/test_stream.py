@@ -196,8 +196,9 @@ async def test_viewer_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyP
         await asyncio.Event().wait()
 
     topic = Topic(render, None, lambda: None)
-    with pytest.raises(TimeoutError):
-        await topic.follow(write, "")
+    async with asyncio.timeout(10):
+        with pytest.raises(TimeoutError):
+            await topic.follow(write, "")
     assert topic.viewers == 0
 
 
