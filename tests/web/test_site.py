@@ -1,6 +1,7 @@
 """Connections to the page's port: whose are served, how many, and for how long without a request."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from membership.identity import Identity
 from mesh.rpc import loopback, peer_credentials
 from mesh.util.errors import MeshError
 from mesh.web import site
+from mesh.web.frame import Shown
+from mesh.web.session import Session
 from mesh.web.site import HOST, Site
 
 
@@ -145,3 +148,41 @@ async def test_port_that_is_taken_is_named() -> None:
         page = Site(SimpleNamespace(), SimpleNamespace(), b"n" * 32, "lab", first.port)  # type: ignore[arg-type]
         with pytest.raises(MeshError, match=f"port {first.port} of .* is taken: choose another as web_port"):
             await page.invite()
+
+
+async def shows_nothing() -> Shown:
+    return Shown({}, {})
+
+
+async def test_stream_ends_with_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Site, "_renderer", lambda self, what, viewer: (shows_nothing, None))
+    async with opened() as page:
+        token = (await page.invite()).url.rpartition("=")[2]
+        visit = page._sessions.enter(token, time.monotonic())
+        assert visit is not None
+        reader, writer = await asyncio.open_connection(HOST, page.port)
+        head = (
+            f"GET /stream/nodes HTTP/1.1\r\nHost: {HOST}:{page.port}\r\nCookie: {page._cookie}={visit.cookie}\r\n\r\n"
+        )
+        writer.write(head.encode())
+        async with asyncio.timeout(10):
+            assert b"200" in await reader.readline()
+            while b"still here" not in await reader.readline():
+                pass
+            page._sessions.end(visit.session)
+            (topic,) = page._topics.values()
+            topic._wake()
+            while (line := await reader.readline()) != b"0\r\n":  # the last chunk
+                assert b"still here" not in line
+        writer.close()
+        assert topic.viewers == 0
+
+
+async def test_forms_of_one_session_are_shown_to_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Site, "_renderer", lambda self, what, viewer: (shows_nothing, None))
+    async with opened() as page:
+        first, second = (Session(word.encode(), word, 0.0) for word in ("one", "two"))
+        viewer: Any = None
+        of_owner = [page._topic(("lend",), session, viewer) for session in (first, second, first)]
+        assert of_owner[0] is of_owner[2] is not of_owner[1]
+        assert page._topic(("nodes",), first, viewer) is page._topic(("nodes",), second, viewer)
