@@ -57,3 +57,9 @@ def test_upper_bound_is_wilsons() -> None:
 
     assert upper_bound(0, 10) == pytest.approx(2.326**2 / (10 + 2.326**2))
     assert NormalDist().cdf(2.326) == pytest.approx(0.99, abs=1e-4)
+
+
+def test_stay_of_exactly_this_length_counts() -> None:
+    assert seen([900.0] * 20).caps(0.0)[NODE][0] == MAX_WEIGHT, "each of them lasted a quarter of an hour"
+    assert NODE in seen([600.0] * 20, age=600.0).caps(0.0), "they reached the age of the present one"
+    assert upper_bound(0, 1) < 1 == upper_bound(0, 0)

@@ -73,3 +73,9 @@ def test_share_is_preempted_if_its_gpu_then_fits_request() -> None:
 
 def test_must_yield_compares_priorities() -> None:
     assert must_yield(50, running_job("low"), NOW) and not must_yield(50, running_job("equal", priority=50), NOW)
+
+
+def test_margin_and_stay_hold_to_the_point_and_the_second() -> None:
+    low, new = running_job("low", priority=50 - MARGIN), running_job("new", since_unix=int(NOW) - MIN_STAY_S)
+    assert must_yield(50, low, NOW) and not must_yield(49, low, NOW)
+    assert must_yield(MARGIN + new.priority, new, NOW)
