@@ -144,7 +144,11 @@ async def test_checkpoint_by_number_is_the_committed_or_a_stored_one(
     monkeypatch.setattr("mesh.api.handlers.checkpoints.copy_as", lambda kind, report, **given: given["seq"])
     status = SimpleNamespace(job=JOB, commit=commit(4, A))
     checked: list[Any] = []
-    lookup: Any = SimpleNamespace(find_job=lambda text: status, check_owner=checked.append, restore=restore)
+
+    async def check_owner(one: Any) -> None:
+        checked.append(one)
+
+    lookup: Any = SimpleNamespace(find_job=lambda text: status, check_owner=check_owner, restore=restore)
     infos = [info(2), msgspec.structs.replace(info(3), kind="result")]
     store: Any = SimpleNamespace(manifests=lambda job: infos)
     nothing: Any = None

@@ -49,12 +49,18 @@ class Lab:
             self.steps.append(("since", since))
             return [status(b"a" * 16, outcome=SimpleNamespace(ended_unix_ms=since + 1))]
 
+        async def find_own(text: str) -> Any:
+            return self.found[0]
+
+        async def check_owner(one: Any) -> None:
+            self.steps.append(("owner", one.job))
+
         self.lookup = SimpleNamespace(
             user="ada",
             find_jobs=lambda text: self.found,
             find_job=lambda text: self.found[0],
-            find_own=lambda text: self.found[0],
-            check_owner=lambda one: self.steps.append(("owner", one.job)),
+            find_own=find_own,
+            check_owner=check_owner,
             spec_of=spec_of,
             restore=restore,
             statuses=lambda: {one.job: one for one in self.found},
@@ -97,7 +103,7 @@ async def test_job_that_is_over_is_not_cancelled_and_its_owner_not_asked() -> No
 async def test_jobs_of_others_are_not_cancelled() -> None:
     lab = Lab(status(user="eve"))
 
-    def refuse(one: Any) -> None:
+    async def refuse(one: Any) -> None:
         raise MeshError("eve's", ExitCode.REFUSED)
 
     lab.lookup.check_owner = refuse

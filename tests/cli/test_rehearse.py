@@ -1,5 +1,7 @@
 """What `mesh job rehearse` refuses, prints and exits with."""
 
+import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,16 @@ def test_what_cannot_be_rehearsed_is_refused_before_a_mesh_starts(
     assert done.exit_code == ExitCode.USAGE and said in done.stderr
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Give the signals back their handlers, which the clean-up of a command ignores; later programs would inherit that."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(
     ("options", "engine", "grace_s"),
     [
@@ -72,7 +84,10 @@ def test_rehearsal_ends_its_mesh_and_exits_with_the_result(
     assert steps == [engine, "open", (grace_s, 7.0, 1, 600.0, grace_s), "close", "shown"]
 
 
-def test_costs_are_told_with_where_the_job_went_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_are_told_with_where_the_job_went_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     costs = [Cost("noticed", 0, 1.5, 0.0, None, 2.0, 0.5), Cost("sudden", 1, None, 30.0, 1, 15.0, 100.0)]
     restarts = [Restart("resumed", step=7, attempt=1), Restart("started over", attempt=2)]
     kept = SimpleNamespace(bytes=2**20, interval_s=None)

@@ -235,7 +235,7 @@ with cleaned_up() as cleanup:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_signals_end_a_command_but_not_its_clean_up(name: str) -> None:
     program = CLEANED_UP.replace("signal.SIG)", f"signal.{name})")
-    command = ["env", "--default-signal=INT,HUP", sys.executable, "-c", program]  # the test run may ignore them
+    command = ["env", "--default-signal=INT,TERM,HUP", sys.executable, "-c", program]  # the test run may ignore them
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "clean\n" and done.stderr.rstrip().endswith("KeyboardInterrupt")
 

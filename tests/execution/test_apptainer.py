@@ -15,6 +15,7 @@ from mesh.execution.process import engine as process
 from mesh.execution.secret_files import GuestSecrets
 from mesh.images.apptainer import ApptainerImages
 from mesh.images.engine import Registry
+from mesh.util.processes import Process
 from tests.apptainer import DIGEST, apptainer_engine, unpacked
 from tests.execution.bench import Bench
 
@@ -108,8 +109,12 @@ async def test_image_is_one_of_the_store_by_its_digest(user_with: Path, tmp_path
 # --- the store of images
 
 
+async def reached(process: Process) -> None:
+    """Every process reaches it."""
+
+
 def store(root: Path) -> ApptainerImages:
-    return ApptainerImages(root / "images", lambda: Registry("127.0.0.1:5", "secret"))
+    return ApptainerImages(root / "images", lambda: Registry("127.0.0.1:5", "secret", reached))
 
 
 async def test_image_is_pulled_by_its_digest(user_with: Path, tmp_path: Path) -> None:

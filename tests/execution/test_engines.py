@@ -493,7 +493,6 @@ from pathlib import Path
 async def main():
     if sys.argv[1] == "docker":
         from mesh.execution.docker.engine import DockerEngine
-from mesh.execution.docker.hardening import LIKE_OURS
         engine, image = DockerEngine(sys.argv[3]), sys.argv[5]
     else:
         from mesh.execution.process.engine import ProcessEngine
