@@ -6,6 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Five workers on two cores, since daemons wait more than they compute. The tests of a file stay on one worker, since many share a
 # mesh; files start in the order of tests/conftest.py.
 WORKERS ?= 5
+# Tier `long` runs where it is required, as in CI (CONTRIBUTING.md).
 LEFT_OUT := slow$(if $(findstring long,$(MESH_REQUIRE_TIERS)),, or long)
 
 .PHONY: demo test test-slow test-machines adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-arrays bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-scale bench-adversary bench-environments bench-images clean
