@@ -35,7 +35,7 @@ async def see_what_it_reaches(bench: Bench, image: str | None = None) -> None:
         """
         said = await bench.output(script, proxy=proxy.listen, image=image)
         assert "hello fetched" in said, said
-        refused = {"else 56", "else 7"} & set(said.splitlines())  # by the version of curl
+        refused = "else 56" in said or "else 7" in said  # by the version of curl
         assert refused and "response 403" in said, "the job did not ask for it"
         assert "directly 6" in said and "this machine 7" in said, "there is no other way, not even for names"
         assert [line.split(":")[0].strip() for line in said.splitlines() if ": " in line and "curl" not in line] == [
