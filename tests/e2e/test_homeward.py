@@ -33,9 +33,8 @@ def test_standby_receives_the_checkpoint_in_advance(make_stack: MakeStack) -> No
     assert standby not in (host, user) and standby.nick not in state["checkpoint"]["holders"]
     kept = {path.name for path in (standby.where.root / "store" / "manifests").iterdir()}
     assert any(state["checkpoint"]["manifest"] in name for name in kept)
-    assert f"standby: {standby.nick} would take over if its node were lost, and has its last checkpoint" in ok(
-        host, "why", job
-    )
+    said = f"standby: {standby.nick} would take over if its node were lost, and has its last checkpoint"
+    until(lambda: said in ok(host, "why", job), "it to be said")  # not between a checkpoint and its arrival
     until(lambda: job_state(user, job)["standby"] == standby.nick, "other nodes to know the standby")
     ok(host, "down")
     first, second = running_with_checkpoint(user, job, elsewhere=host.nick)["attempts"]
