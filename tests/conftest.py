@@ -14,7 +14,7 @@ from tests.tiers import PROBES, REQUIRE, required
 
 LEFT_OUT = "tier "  # prefix of the reason of such a skip
 DESELECTED = {"slow": "make test-slow runs them", "long": f"{REQUIRE}=long make test runs them, as CI does"}
-LONG = ("tests/integrations/", "tests/mutants/", "tests/netns/", "tests/sim/")  # tests of up to a minute
+FIRST = ("tests/integrations/", "tests/mutants/", "tests/netns/", "tests/sim/")  # tests of up to a minute
 _left_out: Counter[str] = Counter()
 _deselected: dict[str, int] = {}
 
@@ -25,7 +25,7 @@ settings.load_profile("mesh")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow tests first, so that all workers end together."""
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None and not item.nodeid.startswith(LONG))
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None and not item.nodeid.startswith(FIRST))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -46,9 +46,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    for tier, how in DESELECTED.items():
-        if count := sum(item.get_closest_marker(tier) is not None for item in items):
-            _deselected[f"{tier}: {how}"] = count
+    marks = [{mark.name for mark in item.iter_markers()} for item in items]
+    counts = Counter(next((tier for tier in DESELECTED if tier in names), None) for names in marks)
+    _deselected.update({f"{tier}: {how}": counts[tier] for tier, how in DESELECTED.items() if counts[tier]})
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist: only its workers collect

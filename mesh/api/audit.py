@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import struct
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from mesh.api.routing import Call, Handlers, Route
 from mesh.jobs.event_log import EventLog
 from mesh.model.spec import SpecError
 from mesh.util.errors import MeshError
-from mesh.util.processes import name_of
+from mesh.util.processes import name_of, peer_of
 
 TERM_CHARS = 60  # of one term of an order (own choice)
 
@@ -54,7 +53,7 @@ def _who(request: web.Request) -> str:
     sock = request.transport.get_extra_info("socket") if request.transport is not None else None
     if sock is None or sock.family != socket.AF_UNIX:
         return f"a client at {_plain(str(request.remote))}"
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, uid = peer_of(sock)
     try:
         name = _plain(name_of(pid))
     except OSError:

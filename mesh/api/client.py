@@ -5,7 +5,6 @@ Not by `http.client`: its parsers for e-mail and TLS are a quarter of what a com
 
 import json
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ from typing import Any
 from mesh.api import no_daemon
 from mesh.api.no_daemon import NoDaemon
 from mesh.util.errors import ExitCode, MeshError
+from mesh.util.processes import peer_of
 
 LINE_LIMIT = 65_536  # bytes of a line before a body; as http.client's
 PIECE_BYTES = 65_536
@@ -81,11 +81,6 @@ def _number(text: str, base: int) -> int:
         raise BrokenAnswer(f"{text[:20]!r} is no length") from error
 
 
-def _pid(connection: socket.socket) -> int:
-    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # unix(7)
-    return int(pid)
-
-
 class Client:
     """A client of one daemon; NoDaemon with the next step if it does not answer."""
 
@@ -125,7 +120,7 @@ class Client:
             try:
                 return self._answer(connection, method, path, body).read()
             except TimeoutError as error:
-                raise no_daemon.hangs(_pid(connection)) from error
+                raise no_daemon.hangs(peer_of(connection)[0]) from error
             except ConnectionError as error:
                 raise no_daemon.stopped() from error
 

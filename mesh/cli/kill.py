@@ -19,7 +19,7 @@ from mesh.daemon.layout import Layout
 from mesh.execution.guest_registry import KILLED, GuestRegistry
 from mesh.execution.process_killer import KillResult, run
 from mesh.util.errors import ExitCode, MeshError
-from mesh.util.processes import stat_of
+from mesh.util.processes import peer_of, stat_of
 from mesh.util.text import plural
 
 ANSWER_S = 0.1  # for the switch to kill every guest; it takes about 10 ms (own choice)
@@ -91,8 +91,7 @@ class KillSwitchClient:
             self._connection.settimeout(ANSWER_S)
             self._connection.connect(str(where.kill_socket))
             self._connection.send(b"kill\n")
-            peer = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            found = stat_of(int.from_bytes(peer[:4], "little"))
+            found = stat_of(peer_of(self._connection)[0])
             self._open = found is not None and found.state not in STOPPED
 
     def killed(self, within_s: float) -> list[KillResult] | None:

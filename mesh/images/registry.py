@@ -72,7 +72,7 @@ class RegistryServer:
         self._password = os.urandom(32).hex()
         self._uploads: dict[str, _Upload] = {}
         self._server = LoopbackServer(CONNECTIONS)
-        self._let_in: Process | None = None
+        self._beside: Process | None = None
         self._entering = asyncio.Lock()
         self.port = 0
 
@@ -108,9 +108,9 @@ class RegistryServer:
     async def let_in(self, process: Process) -> None:
         """Listen in the network of a process too, if it has one of its own: a rootless Docker's. OSError if that cannot be."""
         async with self._entering:
-            if self._let_in != process and has_own_network(process.pid):
+            if self._beside != process and has_own_network(process.pid):
                 await self._server.listen_also(await apart(partial(listen_in, process, self.port), "registry"))
-                self._let_in = process
+                self._beside = process
 
     @property
     def access(self) -> Registry:

@@ -9,6 +9,8 @@ import errno
 import os
 import resource
 import signal
+import socket
+import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -119,6 +121,12 @@ def stat_of(pid: int, proc: str = "/proc") -> Stat | None:
         return Stat(fields[0].decode(), int(fields[1]), int(fields[4]), used, int(fields[19]))
     except GONE:
         return None
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process id and the user at the other end of a Unix socket, by the kernel's word (unix(7))."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
 
 
 def process_of(pid: int) -> Process | None:

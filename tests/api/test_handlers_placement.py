@@ -1,4 +1,4 @@
-"""What is said about a job's place and a node's stay, from answers that the parts give."""
+"""Answers about where a job runs and how long a node stays."""
 
 from types import SimpleNamespace
 from typing import Any

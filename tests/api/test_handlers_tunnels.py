@@ -218,7 +218,7 @@ async def test_frames_that_do_not_belong_end_the_tunnel(world: World, asks: tupl
 async def test_tunnel_goes_to_the_node_that_witnesses_name(
     world: World, over: bool, shown: bytes | None, why: str
 ) -> None:
-    """What goes in may be a password, and any member can publish that it runs the job."""
+    """A user may type a password, and any member can publish that it runs the job."""
     asked, runner = list[bytes](), [b"r" * 32]
 
     async def find_own(text: str) -> Any:

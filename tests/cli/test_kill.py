@@ -1,4 +1,4 @@
-"""What `mesh killall` and `mesh reclaim --now` report and exit with, and the pause that they leave."""
+"""`mesh killall` and `mesh reclaim --now`: reports, exit codes, and the pause afterwards."""
 
 import json
 from pathlib import Path

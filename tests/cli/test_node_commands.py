@@ -22,7 +22,7 @@ STATUS |= {"problems": {}, "lend": lent()}
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the daemon is started with; none runs before."""
+    """Record the settings that the daemon is started with; none runs before."""
     given: list[Any] = []
     monkeypatch.setattr(nodes, "client", lambda ctx: SimpleNamespace(alive=lambda: False))
     monkeypatch.setattr(nodes, "start_daemon", lambda where, overrides: given.append(overrides))

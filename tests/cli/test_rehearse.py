@@ -1,4 +1,4 @@
-"""What `mesh job rehearse` refuses, prints and exits with."""
+"""`mesh job rehearse`: refusals, output and exit codes."""
 
 import signal
 from collections.abc import Iterator

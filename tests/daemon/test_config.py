@@ -233,7 +233,7 @@ def test_file_that_cannot_be_read_is_no_missing_file(tmp_path: Path) -> None:
 
 
 def test_defaults_trust_nobody() -> None:
-    """What an owner has not decided exposes neither their machine nor the data of jobs."""
+    """The defaults expose neither the machine nor the data of jobs."""
     own = Settings()
     assert not own.lend and not own.open and own.trusted == () and own.encrypt and own.image_users == ("mine",)
     assert (own.egress, own.network, own.metrics_address) == ("none", (), "127.0.0.1")

@@ -95,7 +95,7 @@ async def test_peer_message_is_turned_away_while_half_the_queue_is_taken(jobs: J
 
 
 async def test_few_messages_of_one_peer_wait_at_a_time(jobs: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What costs much to handle counts as much, and nothing of it is lost: its sender waits."""
+    """A message counts by what it costs to handle. None is lost: the sender waits."""
     monkeypatch.setattr(input_queue, "ROOM_S", 0.01)
     reports = encode_message(EventReport(job=JOB, events=(b"sealed",) * MAX_REPORTED))
     for _ in range(OF_PEER // MAX_REPORTED):

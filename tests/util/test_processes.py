@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from mesh.util.processes import (
     stands_still,
     stat_of,
 )
+from tests.execution.bench import wait_until
 
 LINES = b"""\
 25 1 8:1 / / rw,relatime shared:1 - ext4 /dev/root rw,discard
@@ -83,13 +84,6 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_process_is_one_start_of_its_id(child: subprocess.Popen[bytes]) -> None:
     own = process_of(child.pid)
     assert own is not None and lives(own)
@@ -108,12 +102,12 @@ def test_zombie_does_not_live_but_stands_still(child: subprocess.Popen[bytes]) -
     own = process_of(child.pid)
     assert own is not None and not stands_still(child.pid)
     os.kill(child.pid, signal.SIGSTOP)
-    until(lambda: stands_still(child.pid))
+    wait_until(lambda: stands_still(child.pid), "it to stop")
     assert lives(own)
     os.kill(child.pid, signal.SIGCONT)
-    until(lambda: not stands_still(child.pid))
+    wait_until(lambda: not stands_still(child.pid), "it to run")
     child.kill()
-    until(lambda: (stat_of(child.pid) or Stat("", 0, 0, 0, 0)).state == "Z")
+    wait_until(lambda: (stat_of(child.pid) or Stat("", 0, 0, 0, 0)).state == "Z", "it to end")
     assert not lives(own) and stands_still(child.pid)
 
 
@@ -131,7 +125,7 @@ def test_process_lives_while_one_of_its_threads_does() -> None:
         try:
             assert child.stdout is not None
             child.stdout.readline()
-            until(lambda: (stat_of(child.pid) or Stat("", 0, 0, 0, 0)).state == "Z")
+            wait_until(lambda: (stat_of(child.pid) or Stat("", 0, 0, 0, 0)).state == "Z", "it to end")
             own = process_of(child.pid)
             assert own is not None and lives(own)
         finally:

@@ -145,7 +145,7 @@ class DockerEngine:
             return Availability(ok=False, detail=f"no Docker engine answers ({why_silent(error)})")
         if problem:
             return Availability(ok=False, detail=problem)
-        user = "root inside and this user outside" if self._traits.user == LIKE_OURS else "not root"
+        user = "root inside and this user outside" if traits.user == LIKE_OURS else "not root"
         rights = f"a container: no capabilities, no new privileges, read-only root, {user}"
         return Availability(
             ok=True,

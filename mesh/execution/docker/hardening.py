@@ -71,7 +71,7 @@ class Traits(msgspec.Struct, frozen=True):
 
     @property
     def userns(self) -> str:
-        """How it must map users, empty if as it does."""
+        """The mapping of users that a container has to ask for; empty if it needs none."""
         return KEEP_ID if self.rootless and self.is_podman else ""
 
     @property

@@ -8,14 +8,13 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import AsyncIterator
 
 import aiohttp
 import msgspec
 
 from membership.malformed import MALFORMED
-from mesh.util.processes import Process, process_of
+from mesh.util.processes import Process, peer_of, process_of
 
 HEADER = 8  # bytes before each piece of output: stream, three unused, length (Docker Engine API, attach)
 MOST_BYTES = 64 << 10  # of what a program says in a container, where guests can write to it too (own choice)
@@ -58,8 +57,7 @@ def engine_process() -> Process | None:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(ASK_S)
         client.connect(socket_path())
-        pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # unix(7)
-    return process_of(pid)
+        return process_of(peer_of(client)[0])
 
 
 class EngineSocket:
