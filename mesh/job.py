@@ -354,5 +354,5 @@ def _dump(path: Path, state: Any) -> None:
 def _stand_back() -> None:
     """Lower the priority of the calling thread below the training's."""
     if sys.platform == "linux":  # threads have priorities of their own there
-        with suppress(OSError):  # its priority is lower already
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(WRITER_NICE, os.getpriority(os.PRIO_PROCESS, thread)))

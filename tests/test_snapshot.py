@@ -218,12 +218,25 @@ def test_uncopyable_state_raises_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-def test_snapshot_lowers_priority_of_writer_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [0, job.WRITER_NICE + 5])
+def test_snapshot_lowers_priority_of_writer_only(tmp_path: Path, before: int) -> None:
     seen: list[int] = []
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with job.Checkpoint(tmp_path) as checkpoint:
-        checkpoint.snapshot(1, {}, lambda path, state: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))
-    assert seen == [max(before, job.WRITER_NICE)] and os.getpriority(os.PRIO_PROCESS, 0) == before
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def train() -> None:  # in a thread of its own, which keeps its priority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(before, priority()))
+        with job.Checkpoint(tmp_path) as checkpoint:
+            seen.append(priority())
+            checkpoint.snapshot(1, {}, lambda path, state: seen.append(priority()))
+        seen.append(priority())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    training, writer, after = seen
+    assert training >= before and writer == max(training, job.WRITER_NICE) and after == training
 
 
 AT_EXIT = """
