@@ -82,6 +82,9 @@ from mesh.model.spec import JobSpec
 from placement.preemption import RunningJob
 
 GANG_LOOK_S = 0.5  # while members are enlisted (own choice)
+STRANDED_S = (
+    2400.0  # HTCondor's default of job_lease_duration, after which a machine drops a job whose submitter is gone
+)
 RENEWALS_PER_LEASE = 3  # one may be lost; as often as etcd's client sends keep-alives
 CUT_OFF = {
     "freeze": ("frozen", "no majority of its witnesses answers"),
@@ -184,7 +187,15 @@ class Runner:
         self._view = view
         if self.state in {"acquiring", "ended"}:
             return []
-        return [*self._look_next_placement(at), *self._regroup(at)]
+        return [*self._look_next_placement(at), *self._regroup(at), *self._make_way(view, at)]
+
+    def _make_way(self, view: View, at: Instant) -> list[Effect]:
+        """Give up the place of a guest that has been frozen for long while other jobs wait."""
+        stranded = self.state == "frozen" and at.now >= self.lease_until + STRANDED_S
+        if not stranded or view.queue is None or self._vacate_reason:
+            return []
+        reason = f"no majority of its witnesses has answered for {STRANDED_S / 60:g} minutes, and other jobs wait"
+        return self.handle(KillWanted(reason), at)
 
     def _regroup(self, at: Instant) -> list[Send]:
         if self._view is None:
@@ -624,6 +635,7 @@ class Runner:
 
     def _could_not_start(self, failure: GuestFailed, at: Instant) -> list[Effect]:
         if self._cancelled or not failure.elsewhere:
+            self.state = "saving"  # the end is decided: nothing is gathered or launched any more
             self._exited = GuestExited(code=failure.exit_code, oom=False, forced_done=False)
             self._ending = "cancelled" if self._cancelled else f"failed ({failure.reason})"
             return [self._result()]

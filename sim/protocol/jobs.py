@@ -853,7 +853,7 @@ class JobsWorld(MembershipWorld):
     # --- running
 
     def run(self) -> str:
-        """RunGranted with faults, then without; return the digest. Violation if an accepted job does not end (J4)."""
+        """Run with faults, then without; return the digest. Violation if an accepted job does not end (J4)."""
         try:
             self.begin()
             self.kernel.run(self.faults.until_s)
@@ -882,7 +882,9 @@ class JobsWorld(MembershipWorld):
         specs = map(self.specs.__getitem__, self.work)
         in_turn = 1 + sum(bool(spec.after or spec.after_any) or bool(spec.array and spec.array.limit) for spec in specs)
         steps = sum(work.steps for work in self.work.values())
-        return 90.0 + shunned_s * in_turn + steps * STEP_S + BETWEEN_JOBS_S * len(self.work)
+        # The only place may be held by a job that is cut off for good, and whose user was not told that it was accepted.
+        stranded_s = 2400.0 if self.work.keys() - self.accepted else 0.0
+        return 90.0 + shunned_s * in_turn + stranded_s + steps * STEP_S + BETWEEN_JOBS_S * len(self.work)
 
     def begin(self, spread_s: float = 5.0) -> None:
         super().begin(spread_s)

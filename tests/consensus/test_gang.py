@@ -571,5 +571,8 @@ class TestRunner:
     def test_cancel_while_gathering_ends_the_job(self) -> None:
         runner, _ = self.lead()
         runner.handle(CancelWanted(), at(1))
-        runner.handle(ResultStored(None, ()), at(1))
-        assert runner.record.outcome is not None and runner.record.outcome.kind == "cancelled"
+        late = at(GATHER_S + 2)  # while the result is being stored
+        runner.on_timer(Timer("gang", runner._tokens._latest["gang"]), late)
+        runner.handle(ResultStored(None, ()), late)
+        outcome = runner.record.outcome
+        assert outcome is not None and (outcome.kind, outcome.detail) == ("cancelled", "cancelled")

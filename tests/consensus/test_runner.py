@@ -43,11 +43,12 @@ from mesh.consensus.reports import (
     RunnerEvent,
     VacateWanted,
 )
-from mesh.consensus.runner import Runner
+from mesh.consensus.runner import STRANDED_S, Runner
 from mesh.consensus.view import Instant, Timer
 from mesh.consensus.witness import HELD_SHARE
 from mesh.model.record import Attempt, Commit, Config, JobRecord, avoided, shunned
 from mesh.model.spec import HomePolicy
+from placement.queue import Queue
 from tests.consensus.worlds import (
     DISK,
     JOB,
@@ -371,6 +372,39 @@ def test_partitioned_runner_freezes_and_continues_when_witnesses_answer() -> Non
     assert world.runner.state == "running" and SaveCheckpoint in kinds(effects), (
         "the checkpoint found during the partition is saved now"
     )
+
+
+def test_guest_cut_off_for_long_gives_its_place_to_jobs_that_wait() -> None:
+    world = running()
+    others_wait = make_view(D, (A, B, C, D), queue=Queue([], {}, (), 0))
+    world.silent = {A, B, C}
+    world.now = world.runner.lease_until + STRANDED_S
+    assert world.observe(others_wait) == [], "it holds its lease, as far as it knows"
+    world.timer("lease")
+    assert world.runner.state == "frozen"
+    since = world.runner.lease_until
+    world.now = since + STRANDED_S - 1
+    assert Kill not in kinds(world.observe(others_wait))
+    world.now = since + STRANDED_S
+    assert Kill not in kinds(world.observe(make_view(D, (A, B, C, D)))), "nobody needs its place"
+    assert Kill in kinds(world.observe(others_wait)) and world.runner.has_place
+    assert Kill not in kinds(world.observe(others_wait)), "once"
+    world.tell(exited(137))
+    world.tell(STORED)
+    assert world.runner.state == "releasing" and not world.runner.has_place
+    world.silent = set()
+    world.timer("renew")
+    last = records(world)[0].attempts[-1]
+    assert last.reason.startswith("vacated: no majority of its witnesses has answered for 40 minutes")
+    assert not last.fault, "it is not tried elsewhere at the expense of its error budget"
+
+
+def test_guest_that_computes_uncommitted_keeps_its_place() -> None:
+    world = running(on_partition="compute_uncommitted")
+    world.silent = {A, B, C}
+    world.timer("lease")
+    world.now += 2 * STRANDED_S
+    assert Kill not in kinds(world.observe(make_view(D, (A, B, C, D), queue=Queue([], {}, (), 0))))
 
 
 def test_partitioned_runner_continues_uncommitted_if_its_spec_allows() -> None:
