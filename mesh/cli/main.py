@@ -146,13 +146,15 @@ class Mesh(LazyGroup):
             say(err=True)
             ctx.exit(int(ExitCode.INTERRUPTED))
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (1, 2):  # Python would fail to flush them
-                os.dup2(nowhere, stream)
+            _drop_output(1, 2)
             ctx.exit(int(ExitCode.READER_GONE))
         except (OSError, UnicodeDecodeError) as error:
             text, code = _file_error(error)
             say(f"mesh: {text}", err=True)
+            try:
+                sys.stdout.flush()
+            except OSError:
+                _drop_output(1)
             ctx.exit(self._own_code(ctx, int(code)))
         finally:
             use_state(None)
@@ -161,6 +163,13 @@ class Mesh(LazyGroup):
     def _own_code(ctx: click.Context, code: int) -> int:
         """Return the exit code of a failure of mesh itself: `run` reserves one, since it passes the job's codes through."""
         return int(ExitCode.NO_EXIT_CODE) if ctx.invoked_subcommand == "run" else code
+
+
+def _drop_output(*streams: int) -> None:
+    """Drop what could not be written: Python would try again at its exit, and fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream)
 
 
 def _file_error(error: OSError | UnicodeDecodeError) -> tuple[str, ExitCode]:
