@@ -24,7 +24,7 @@ from mesh.model.bounds import MAX_NODES
 from mesh.util.byte_text import amount, part
 from mesh.util.duration import lasting, parse_duration
 from mesh.util.errors import ExitCode, MeshError
-from mesh.util.text import OVER, doing, plural, saving_words, short_id, state_text
+from mesh.util.text import OVER, doing, plural, saving_words, short_id, state_text, waiting_text
 
 _BEFORE = ("pending", "starting", "running", "suspended", "vacating", "saving", "releasing", "frozen", "stranded")
 STATES = (*_BEFORE, "cancelling", "ending", *sorted(OVER))
@@ -195,7 +195,7 @@ def job_progress(daemon: Client, job: str) -> AbstractContextManager[None]:
         if state["state"] == "starting" and state["detail"].startswith("preparing:"):
             return str(state["detail"])
         if state["state"] in WAITING:
-            words = state_text(state)
+            words = waiting_text(state)
             hinted = hinted or words
             return f"{words} (`mesh why {job[:8]}` says more)" if words == hinted else words
         return "" if state["state"] == "running" else saving_words(state["saving"])

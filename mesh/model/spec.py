@@ -497,13 +497,13 @@ def _check_data(spec: JobSpec) -> None:
             raise SpecError("the key of a data set comes with its version, encrypted with the key of the job's secrets")
         if need.cache:
             _check_cache(spec, need)
+        if need.path and not DATA_PATH.fullmatch(need.path):
+            raise SpecError(f"data sets are mounted at a plain path below /data, not at {need.path[:80]!r}")
         if need.path and spec.image is None:
             raise SpecError(
                 f"--data {need.name}:{need.path} places the data in a container: add --image NAME, or leave out :{need.path} and "
                 f"read ${need.variable}"
             )
-        if need.path and not DATA_PATH.fullmatch(need.path):
-            raise SpecError(f"data sets are mounted at a plain path below /data, not at {need.path[:80]!r}")
     variables, inside = [n.variable for n in spec.data], [n.inside for n in spec.data if not n.cache]
     for label, texts in (("variable", variables), ("path", inside)):
         if len(set(texts)) < len(texts):

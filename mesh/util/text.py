@@ -39,6 +39,12 @@ def state_text(job: Mapping[str, Any]) -> str:
     return detail if detail.startswith(f"{state} (") else f"{state}: {detail}" if detail else state
 
 
+def waiting_text(job: Mapping[str, Any]) -> str:
+    """Return the state of a job that waits, and why its last attempt could not start."""
+    reason = str(job["attempts"][-1]["reason"]) if job["attempts"] else ""
+    return state_text(job) + (f"; its last attempt {reason}" if reason.startswith("could not start") else "")
+
+
 def job_text(job: Mapping[str, Any]) -> str:
     """Return a job's state, node and details as a sentence."""
     name, state = short_id(job), state_text(job)

@@ -18,6 +18,7 @@ from mesh.util.text import (
     short_id,
     standby_text,
     state_text,
+    waiting_text,
     when,
 )
 
@@ -40,6 +41,22 @@ from mesh.util.text import (
 def test_state_is_not_said_twice(state: str, detail: str, short: str, sentence: str) -> None:
     job: dict[str, Any] = {"job": "7kq2abcdefgh", "array": None, "node": None, "state": state, "detail": detail}
     assert (state_text(job), job_text(job)) == (short, sentence)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "text"),
+    [
+        ([], "pending: node2: failed it"),
+        (
+            ["could not start: no uv", "could not start: no wheels"],
+            "pending: node2: failed it; its last attempt could not start: no wheels",
+        ),
+        (["could not start: no uv", "its node left"], "pending: node2: failed it"),
+    ],
+)
+def test_job_that_waits_says_why_it_could_not_start(reasons: list[str], text: str) -> None:
+    attempts = [{"reason": reason} for reason in reasons]
+    assert waiting_text({"state": "pending", "detail": "node2: failed it", "attempts": attempts}) == text
 
 
 def test_end_of_a_job_is_not_said_twice() -> None:

@@ -78,10 +78,15 @@ class NodeLookup:
             if word not in {MINE, TRUSTED}:
                 nodes = [find_node(self._membership, word).node_id]
             elif not nodes:
-                hint = "" if word == MINE else ": `mesh config set trusted USER NODE ...` names them"
+                hint = "" if word == MINE else self._hint()
                 raise MeshError(f"no node is {word}{hint}", ExitCode.USAGE)
             found |= dict.fromkeys(nodes)
         return list(found)
+
+    def _hint(self) -> str:
+        if self._trusted:
+            return f": `trusted` names {', '.join(self._trusted)}, and no member has such a name"
+        return ": `mesh config set trusted USER NODE ...` names them, from the next start of the daemon on"
 
     def _fits(self, word: str, member: MemberView) -> bool:
         if member.state == "revoked":
