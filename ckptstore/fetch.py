@@ -6,9 +6,10 @@ chunks that a slower source has not delivered, and the first delivery counts (Bi
 sends wrong bytes is dropped, and its outstanding chunks go to the others.
 
 A *partial* source is still fetching the same chunks. It is asked which of them it has, now and then, and requested those only.
-From then on chunks are requested in random order, and those first that the fewest partial sources have (BitTorrent's rarest
-first), so that those who fetch at the same time get different ones from the whole sources. What is awaited comes in order but
-for that: it is so within each window.
+A few have a place at a time. One that has nothing which is missing makes way for the one that has waited longest: nodes that
+only say that they fetch keep no others from being asked. From the first on, chunks are requested in random order, and those
+first that the fewest partial sources have (BitTorrent's rarest first), so that those who fetch at the same time get different
+ones from the whole sources. What is awaited comes in order but for that: it is so within each window.
 """
 
 from collections import Counter
@@ -26,6 +27,7 @@ SHARE = 0.5  # share of the remaining bytes requested at once, over all sources 
 LEARN = 0.5  # weight of the last request in a source's rate (own choice)
 ASK_AGAIN_S = 1.0  # between questions to a partial source that has nothing which is missing (own choice)
 VAIN = 15  # such questions in a row until it is dropped, if no other source sends anything (own choice)
+PLACES = 8  # partial sources at a time, as many as whole ones (own choice)
 SOONER = 0.8  # a second source is asked if it needs less than this share of the slow one's remaining time (own choice)
 
 
@@ -94,12 +96,14 @@ class Fetch:
         self._sources = list(dict.fromkeys(sources))
         self._open: dict[bytes, _Open] = {}
         self._rates: dict[bytes, float] = {}
-        self._partial: dict[bytes, _Partial] = {}
+        self._partial: dict[bytes, _Partial] = {}  # those with a place
+        self._waiting: dict[bytes, _Partial] = {}  # for a place, the longest first
         starts = accumulate(missing.values(), initial=0)
         self._windows = (
             {one: start // WINDOW_BYTES for one, start in zip(missing, starts, strict=False)} if awaited else {}
         )
         self._rng = rng
+        self._shuffled = False
         self._copies = Counter[bytes]()  # of a chunk, at partial sources
         self.dropped: dict[bytes, str] = {}
 
@@ -111,14 +115,31 @@ class Fetch:
         return self._assign(now)
 
     def join(self, sources: Iterable[bytes], now: float) -> list[Action]:
-        """Add partial sources that are not known yet."""
-        new = [source for source in sources if source not in self._sources and source not in self.dropped]
-        if new and not self._partial and self._rng is not None:
+        """Say who the partial sources are now."""
+        there = [source for source in sources if source not in self._sources and source not in self.dropped]
+        waiting = {source: partial for source, partial in self._waiting.items() if source in there}
+        self._waiting = waiting | {source: _Partial(set()) for source in there if source not in waiting}
+        return self._assign(now) if self._seat() else []
+
+    def _seat(self) -> bool:
+        """Give free places to the partial sources that have waited longest; tell whether there were any."""
+        new = list(self._waiting)[: PLACES - len(self._partial)]
+        if new and not self._shuffled and self._rng is not None:
             self._rng.shuffle(self._queue)
+            self._shuffled = True
+        for source in new:
+            self._partial[source] = partial = self._waiting.pop(source)
+            self._sources.append(source)
+            self._copies.update(partial.has)
+        if new:
             self._sort()
-        self._sources += new
-        self._partial |= {source: _Partial(set()) for source in new}
-        return self._assign(now) if new else []
+        return bool(new)
+
+    def _unseat(self, source: bytes) -> _Partial:
+        partial = self._partial.pop(source)
+        self._sources.remove(source)
+        self._copies.subtract(partial.has)
+        return partial
 
     def told(self, source: bytes, ids: Iterable[bytes], now: float) -> list[Action]:
         """Handle an answer of a partial source: these chunks are there."""
@@ -130,6 +151,9 @@ class Fetch:
         self._sort()
         if partial.vain >= VAIN:
             return self._drop(source, [], "has nothing that is missing", now)
+        if self._waiting and partial.has.isdisjoint(self._queue):
+            self._waiting[source] = self._unseat(source)
+            self._seat()
         return self._assign(now)
 
     def _sort(self) -> None:
@@ -160,10 +184,11 @@ class Fetch:
 
     def _drop(self, source: bytes, owed: list[bytes], reason: str, now: float) -> list[Action]:
         self.dropped[source] = reason
-        if source in self._sources:
+        if source in self._partial:
+            self._unseat(source)
+            self._seat()
+        elif source in self._sources:
             self._sources.remove(source)
-        if (partial := self._partial.pop(source, None)) is not None:
-            self._copies.subtract(partial.has)
         asked = {identity for request in self._open.values() for identity in request.ids}
         self._queue = [identity for identity in owed if identity not in asked] + self._queue
         return self._assign(now)

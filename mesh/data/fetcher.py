@@ -27,7 +27,7 @@ from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.space import Room, Space
 from mesh.rpc.client import PeerClient, PeerError
-from mesh.rpc.parallel_fetch import NO_SWARM, Pulled, Swarm, fetched_chunks, pulled
+from mesh.rpc.parallel_fetch import Pulled, Swarm, fetched_chunks, pulled
 from mesh.util.byte_text import amount, part
 from mesh.util.shared_task import SharedTask
 
@@ -284,7 +284,7 @@ class DataFetcher:
         holders = [node for node in self._directory.holders(identity) if node not in failed]
         random.shuffle(holders)  # small fetches ask the first ones alone
         holders = holders[:SOURCES]
-        swarm = NO_SWARM if urgent else self._swarm(identity, whose, failed)
+        swarm = self._swarm(identity, whose, failed, urgent)
         if not holders and not swarm.nodes():
             why = "; ".join(dict.fromkeys(failed.values())) or "no node that is there has it whole"
             raise FetchFailed(f"{self._directory.known[identity].full_name}: {why}")
@@ -314,24 +314,23 @@ class DataFetcher:
         if problem:
             raise FetchFailed(problem)
 
-    def _swarm(self, identity: bytes, whose: Whose, failed: Mapping[NodeId, str]) -> Swarm:
-        """Return those who fetch the same data set: some of them, which stay the same as long as they are there."""
-        chosen: list[NodeId] = []
+    def _swarm(self, identity: bytes, whose: Whose, failed: Mapping[NodeId, str], urgent: bool) -> Swarm:
+        """Return those who fetch the same data set. One that has nothing of what is urgent is not asked about that again."""
 
         def nodes() -> list[NodeId]:
             there = [node for node in self._directory.fetching(identity) if node not in failed]
-            chosen[:] = [node for node in chosen if node in there]
-            new = [node for node in there if node not in chosen]
-            chosen.extend(random.sample(new, min(len(new), SOURCES - len(chosen))))
-            return chosen
+            return random.sample(there, len(there))
 
         async def ask(node: NodeId, ids: Sequence[bytes]) -> set[bytes]:
             query, path = encode_missing_query(MissingQuery(tuple(ids))), _path(identity, "missing", whose())
             answer = await self._peers.call(node, "POST", path, query, timeout_s=ASK_S, answer_bytes=QUERY_BYTES)
             try:
-                return set(ids).difference(decode_ids(answer))
+                has = set(ids).difference(decode_ids(answer))
             except ValueError as error:
                 raise PeerError(f"node {short_id(node)} does not say which chunks it lacks: {error}") from error
+            if urgent and not has:
+                raise PeerError(f"node {short_id(node)} does not have it yet")
+            return has
 
         return Swarm(nodes, ask)
 

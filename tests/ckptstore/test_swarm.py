@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.fetch import ASK_AGAIN_S, VAIN, WINDOW_BYTES, Ask, Cancel, Fetch, FetchEnded, Request
+from ckptstore.fetch import ASK_AGAIN_S, PLACES, VAIN, WINDOW_BYTES, Ask, Cancel, Fetch, FetchEnded, Request
 
 SEED = b"seed"
 CHUNK, RATE = 4 << 20, 12.5e6  # bytes; bytes a second that a node sends
@@ -136,7 +136,7 @@ def test_without_an_order_of_their_own_they_ask_the_seed_for_the_same() -> None:
     assert swarm.sent[SEED] > 2 * 240 * CHUNK
 
 
-@given(st.integers(1, 30), st.integers(0, 3), st.data())
+@given(st.integers(1, 30), st.sampled_from([0, 1, 3, PLACES + 1]), st.data())
 def test_fetch_completes_with_one_honest_source_whatever_partial_ones_do(
     chunks: int, count: int, data: st.DataObject
 ) -> None:
@@ -145,7 +145,8 @@ def test_fetch_completes_with_one_honest_source_whatever_partial_ones_do(
     fetch, got, now = Fetch(ids, [SEED], awaited=data.draw(st.booleans())), set[bytes](), 0.0
     actions = fetch.start(now) + fetch.join(partial, now)
     running: dict[bytes, Request | Ask] = {}
-    for _ in range(400):
+    for _ in range(2000):
+        assert len({*running}.intersection(partial)) <= PLACES
         for action in actions:
             match action:
                 case FetchEnded(problem=problem):
@@ -189,6 +190,24 @@ def test_partial_source_is_kept_while_another_source_sends() -> None:
     for _ in range(2 * VAIN):
         (ask,) = fetch.told(b"a", [], 0.0)
     assert isinstance(ask, Ask) and not fetch.dropped
+
+
+def test_partial_sources_that_have_nothing_keep_no_other_from_being_asked() -> None:
+    """As many nodes as there are places only say that they fetch, and come first."""
+    idle, honest = [b"idle %d" % n for n in range(PLACES)], [b"honest %d" % n for n in range(3)]
+    fetch = Fetch({bytes([n]): 1 for n in range(100)}, [SEED])
+    asks, asked, given = [one for one in fetch.join(idle, 0.0) if isinstance(one, Ask)], set[bytes](), set[bytes]()
+    fetch.join([*idle, *honest], 0.0)
+    for _ in range(3 * PLACES):
+        ask = asks.pop(0)
+        assert ask.delay_s == (ASK_AGAIN_S if ask.source in asked else 0.0), "nobody is asked again at once"
+        asked.add(ask.source)
+        has = [bytes([97 + honest.index(ask.source)])] if ask.source in honest else []
+        actions = fetch.told(ask.source, has, 0.0)
+        asks += [one for one in actions if isinstance(one, Ask)]
+        given |= {one.source for one in actions if isinstance(one, Request)}
+        assert len(asks) + len(given) == PLACES
+    assert given == set(honest)
 
 
 def test_what_a_partial_source_has_is_requested_of_it_and_nothing_else() -> None:

@@ -337,6 +337,31 @@ async def test_awaited_chunk_comes_first(fetching: Fetching, monkeypatch: pytest
     assert asked[0] in last and asked.count(asked[0]) == 1 and fetching.arrived
 
 
+async def test_awaited_chunk_comes_from_a_node_that_fetches_the_set(fetching: Fetching) -> None:
+    """The holder is asked first, and fails."""
+    fetching.listed, fetching.fetching, fetching.lacks = [FIRST], [SECOND], {SECOND: 0}
+    fetching.fails[FIRST] = [PeerError("it is off")]
+    awaited = {fetching.root.id: fetching.root.length}
+    assert await fetching.fetcher.at_once(fetching.identity, JOB, awaited) == fetching.root.length
+    assert [request.source for request in fetching.asked] == [FIRST, SECOND]
+
+
+async def test_awaited_chunk_that_no_node_has_yet_is_an_error_at_once(fetching: Fetching) -> None:
+    fetching.listed, fetching.fetching, fetching.lacks = [], [SECOND], {SECOND: 1}
+    with pytest.raises(FetchFailed, match="does not have it yet"):
+        await fetching.fetcher.at_once(fetching.identity, JOB, {fetching.root.id: fetching.root.length})
+    assert not fetching.asked
+
+
+async def test_all_nodes_that_fetch_a_set_are_asked_in_turn(fetching: Fetching) -> None:
+    """Many only say that they fetch it."""
+    idle = [bytes([number]) * 32 for number in range(100, 150)]
+    fetching.listed, fetching.fetching, fetching.lacks = [], [*idle, SECOND], dict.fromkeys(idle, 99) | {SECOND: 0}
+    fetching.holders |= dict.fromkeys(idle, fetching.holders[FIRST])
+    await fetching.fetch()
+    assert fetching.arrived and {request.source for request in fetching.asked} == {SECOND}
+
+
 async def test_awaited_chunk_that_nobody_has_is_an_error(fetching: Fetching) -> None:
     fetching.listed = []
     with pytest.raises(FetchFailed, match="no node that is there has it whole"):
