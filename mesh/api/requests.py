@@ -234,6 +234,13 @@ class RemoveData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     force: bool = False
 
 
+class StopData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kind` and `name`: as the answer to the order had them."""
+
+    kind: str
+    name: str
+
+
 class PinData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`off`: do not keep it any longer."""
 

@@ -297,6 +297,12 @@ async def pin_data(handlers: Handlers, call: Call[requests.PinData]) -> schemas.
     return await handlers.data.pin(call.asked)
 
 
+@order("data/stop", "data")
+async def stop_data(handlers: Handlers, call: Call[requests.StopData]) -> schemas.data.DataWork:
+    """Stop an add, a fetch or a verification of a data set. The same order later continues it."""
+    return await handlers.data.stop(call.asked)
+
+
 # --- images
 
 

@@ -17,6 +17,7 @@ from mesh.util.text import plural
 
 POLL_S = 0.1
 PROGRESS_S = 2.0
+STOP_S = 2.0  # for a second Ctrl-C, as `mesh run` waits
 
 
 @click.group()
@@ -46,12 +47,7 @@ def add(
     """Add PATH, a directory or file, as your data set NAME; or a new version of it, by reading only what has changed."""
     daemon = client(ctx)
     order = {"name": name, "path": path, "readers": list(readers), "everybody": everybody, "rehash": rehash}
-    try:
-        answer = _wait(daemon, daemon.post("/v1/data/add", order), f"{name}: ")
-    except KeyboardInterrupt:
-        say(err=True)
-        say(f"mesh: the daemon goes on adding it: `mesh data add {name} {path}` waits again", err=True)
-        raise
+    answer = _wait(daemon, daemon.post("/v1/data/add", order), f"{name}: ", "adding it")
     if as_json:
         print_json(answer)
         return
@@ -121,12 +117,7 @@ def show_(ctx: click.Context, name: str, path: str, as_json: bool) -> None:
 def pin(ctx: click.Context, name: str, off: bool, as_json: bool) -> None:
     """Keep a data set on this node, and fetch it if it is not here."""
     daemon = client(ctx)
-    try:
-        answer = _wait(daemon, daemon.post("/v1/data/pin", {"name": name, "off": off}), "")
-    except KeyboardInterrupt:
-        say(err=True)
-        say(f"mesh: the daemon goes on fetching it: `mesh data pin {name}` waits again", err=True)
-        raise
+    answer = _wait(daemon, daemon.post("/v1/data/pin", {"name": name, "off": off}), "", "fetching it")
     if as_json:
         print_json(answer)
         return
@@ -140,7 +131,7 @@ def pin(ctx: click.Context, name: str, off: bool, as_json: bool) -> None:
 def verify(ctx: click.Context, name: str, as_json: bool) -> None:
     """Read every chunk of this node's data sets, and fetch again what is damaged of NAME."""
     daemon = client(ctx)
-    answer = _wait(daemon, daemon.post("/v1/data/verify", {"name": name}), f"{name}: ")
+    answer = _wait(daemon, daemon.post("/v1/data/verify", {"name": name}), f"{name}: ", "verifying it")
     if as_json:
         print_json(answer)
         return
@@ -167,12 +158,26 @@ def rm(ctx: click.Context, name: str, here: bool, force: bool, as_json: bool) ->
     )
 
 
-def _wait(daemon: Client, answer: dict[str, Any], head: str) -> dict[str, Any]:
-    """Follow something in the background to its end, with progress. MeshError if it failed."""
-    with progress(lambda: f"{head}{answer['words']}" if answer["words"] else "", PROGRESS_S):
-        while not answer["over"]:
-            time.sleep(POLL_S)
-            answer.update(daemon.get(f"/v1/data/work?kind={quote(answer['kind'])}&name={quote(answer['name'])}"))
+def _wait(daemon: Client, answer: dict[str, Any], head: str, doing: str) -> dict[str, Any]:
+    """Follow something in the background to its end, with progress; Ctrl-C leaves it, twice ends it. MeshError if it failed."""
+    work = {"kind": answer["kind"], "name": answer["name"]}
+    try:
+        with progress(lambda: f"{head}{answer['words']}" if answer["words"] else "", PROGRESS_S):
+            while not answer["over"]:
+                time.sleep(POLL_S)
+                answer.update(daemon.get(f"/v1/data/work?kind={quote(work['kind'])}&name={quote(work['name'])}"))
+    except KeyboardInterrupt:
+        try:
+            say(err=True)
+            say(
+                f"mesh: the daemon goes on {doing}: the same command waits again. Press Ctrl-C once more to stop it.",
+                err=True,
+            )
+            time.sleep(STOP_S)
+        except KeyboardInterrupt:
+            daemon.post("/v1/data/stop", work)
+            say("mesh: it is stopped: the same command continues it", err=True)
+        raise
     if answer["problem"]:
         raise MeshError(answer["problem"])
     return answer

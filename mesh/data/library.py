@@ -57,6 +57,7 @@ from placement.request import SHORT_ID
 ANNOUNCE_TTL_S = 3600.0
 LOOK_S = 2.0  # between looks at what others announce (own choice)
 TIDY_S = 60.0
+FETCH = "fetch"
 CACHE_FILES = "cache.making"  # below `trees`, where a start or `mesh down` removes what a kill has left
 
 log = logging.getLogger(__name__)
@@ -232,6 +233,13 @@ class DataLibrary:
             work.task = asyncio.create_task(do(work), name=f"{kind} data set {name}")
             work.task.add_done_callback(_heard)
         return work
+
+    async def stop(self, work: Work) -> None:
+        """End something in the background; what has come of it is kept for a while. What was fetched to be kept is not pinned."""
+        work.task.cancel()
+        await asyncio.wait([work.task])
+        if work.kind == FETCH and not self.holdings.is_here(bytes.fromhex(work.name)):
+            self.holdings.pin(bytes.fromhex(work.name), False)
 
     def add(self, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool) -> Work:
         """Add a directory or file as the newest version of one of this user's data sets. DataError, at the latest when the state
@@ -463,7 +471,7 @@ class DataLibrary:
             await self.holdings.gone(identity)
             await self.fetcher.fetch(identity, manifest, lambda: None, work.at)
 
-        return self.begin("fetch", identity.hex(), do)
+        return self.begin(FETCH, identity.hex(), do)
 
     # --- for guests
 

@@ -165,7 +165,10 @@ def test_added_data_set_is_awaited_and_says_who_may_read_it(daemon: Daemon, tmp_
     assert run(daemon, "data add books /no/such/place").exit_code == ExitCode.USAGE
 
 
-def test_stopped_wait_says_that_the_daemon_goes_on(daemon: Daemon, tmp_path: Path) -> None:
+def test_stopped_wait_says_that_the_daemon_goes_on(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "STOP_S", 0.0)
     for words, told in (
         (f"data add books {tmp_path}", "goes on adding it"),
         ("data pin books", "goes on fetching it"),
@@ -174,6 +177,21 @@ def test_stopped_wait_says_that_the_daemon_goes_on(daemon: Daemon, tmp_path: Pat
         begun = {"over": False, "here": False, "words": "", "kind": "add", "name": "books", "id": "x"}
         done = run(daemon, words, begun, KeyboardInterrupt())
         assert done.exit_code == ExitCode.INTERRUPTED and told in done.stderr, words
+
+
+def test_second_interrupt_stops_what_the_daemon_does(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = {"over": False, "words": "", "kind": "fetch", "name": "ab"}
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data.time, "sleep", sleep)
+    done = run(daemon, "data pin books", begun, begun | {"over": True})
+    assert done.exit_code == ExitCode.INTERRUPTED and waits == [data.POLL_S, data.STOP_S]
+    assert daemon.asked[1:] == [("/v1/data/stop", {"kind": "fetch", "name": "ab"})]
+    assert "Press Ctrl-C once more to stop it" in done.stderr and "it is stopped" in done.stderr
 
 
 def data_set(**changes: Any) -> dict[str, Any]:

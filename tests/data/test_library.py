@@ -129,6 +129,22 @@ async def test_manifest_of_a_set_that_is_fetched_stays_known(
     assert {SET, other} <= library.directory.known.keys()
 
 
+async def test_fetch_that_its_user_stops_ends_and_is_not_pinned(library: DataLibrary, tmp_path: Path) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    other = b"o" * 32
+    library.directory.remember(other, b"sealed", manifest)
+    library.holdings.pin(other, True)
+    work = library.pull(other, manifest)  # nobody has it, so it is tried again
+    while not library.fetcher.words(other):
+        await asyncio.sleep(0)
+    await library.stop(work)
+    assert work.problem == "it was stopped" and not library.fetcher.words(other)
+    assert not library.holdings.pinned(other)
+    library.holdings.pin(SET, True)
+    await library.stop(library.pull(SET, manifest))
+    assert library.holdings.pinned(SET), "it is here"
+
+
 async def test_daemon_that_stops_ends_an_add(
     library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from membership.trust import USER, Credentials, TrustStore
 from mesh.api import schemas
 from mesh.api.handlers.lookup import nick_in, nicks_of
 from mesh.api.queries import DataQuery, WorkQuery
-from mesh.api.requests import AddData, PinData, RemoveData
+from mesh.api.requests import AddData, PinData, RemoveData, StopData
 from mesh.data.fetcher import QUERY_BYTES
 from mesh.data.library import DataLibrary, Work
 from mesh.data.manifest import MAX_READERS, MAX_SEALED, DataError, DataManifest, FetchFailed, Reader, check_name
@@ -225,12 +225,20 @@ class DataHandlers:
         return _shown(work)
 
     def work(self, asked: WorkQuery) -> schemas.data.DataWork:
+        return _shown(self._work(asked))
+
+    async def stop(self, order: StopData) -> schemas.data.DataWork:
+        work = self._work(order)
+        await self._library.stop(work)
+        return _shown(work)
+
+    def _work(self, asked: WorkQuery | StopData) -> Work:
         work = self._library.works.get((asked.kind, asked.name))
         if work is None:
             raise MeshError(
                 "the daemon was restarted meanwhile: give the order again, it continues", ExitCode.NOT_FOUND
             )
-        return _shown(work)
+        return work
 
     async def remove(self, order: RemoveData) -> schemas.data.RemovedData:
         identity, manifest = await self._find(order.name)
