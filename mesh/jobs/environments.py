@@ -66,6 +66,7 @@ from mesh.util.byte_text import amount
 from mesh.util.isolated import isolated
 from mesh.util.redaction import redacted
 from mesh.util.remembered import Remembered
+from mesh.util.text import plural
 
 MARK, ENV, CACHE, PACKAGES, SCRATCH = "complete", "env", "cache", "packages", "scratch"
 BARRIER = "[tool.uv.workspace]\n"  # a workspace without members: uv looks no further up
@@ -99,13 +100,19 @@ class OwnPython(NamedTuple):
         return f"{self.path.resolve()}\0{self.version}"
 
 
+Tell = Callable[[int], None]
+
+
 class Recipe(NamedTuple):
-    """How an environment is made: `make` does it in a new directory. `base`: on what the result depends besides the packages."""
+    """How an environment is made: `make` does it in a new directory, and tells how many packages came.
+
+    `base`: on what the result depends besides the packages.
+    """
 
     tool: str
     packages: Sequence[str]
     base: str
-    make: Callable[[Path], Awaitable[None]]
+    make: Callable[[Path, Tell], Awaitable[None]]
 
 
 class Environments:
@@ -161,12 +168,13 @@ class Environments:
         key = blake2b(asked.encode(), digest_size=16).hexdigest()
         place = self._found(user, key)
         if place is None:
-            say(f"{len(recipe.packages)} packages by {recipe.tool}")
+            what = f"{plural(len(recipe.packages), 'package')} by {recipe.tool}"
+            say(f"{what}, once another environment is made" if self._building.locked() else what)
             async with self._building:
                 place = self._found(user, key)  # another job may have waited for the same one
                 if place is None:
                     place = user / f"{key}-{os.urandom(4).hex()}"
-                    await self._build(place, recipe)
+                    await self._build(place, recipe, lambda came: say(f"{what}, of which {came} came"))
         self._used[place] += 1
         os.utime(place / MARK)  # the time of its last use
         return place / ENV
@@ -185,12 +193,12 @@ class Environments:
             if not (place / MARK).exists():
                 trees.remove(place)
 
-    async def _build(self, place: Path, recipe: Recipe) -> None:
+    async def _build(self, place: Path, recipe: Recipe, tell: Tell) -> None:
         await asyncio.to_thread(trees.remove, place)
         try:
             await self._make_room()
             await asyncio.to_thread(place.mkdir, 0o700, parents=True)
-            await recipe.make(place)
+            await recipe.make(place, tell)
             await asyncio.to_thread(_sync, place)
             await asyncio.to_thread(write_durably, place / MARK, b"")
         except BaseException:
@@ -206,9 +214,11 @@ class Environments:
             inside.check(wanted)
         python = inside or await self._own_python(wanted)
         files = files_of(packages, lock)
-        return Recipe(
-            "uv", packages, python.identity, lambda place: self._install_wheels(place, packages, files, python)
-        )
+
+        async def make(place: Path, tell: Tell) -> None:
+            await self._install_wheels(place, packages, files, python, tell)
+
+        return Recipe("uv", packages, python.identity, make)
 
     async def _packages_of(self, script: bool, source: str, lock: str) -> list[str]:
         """Return the packages of a lock by uv, which reads these files in a directory of their own."""
@@ -240,7 +250,12 @@ class Environments:
         return found
 
     async def _install_wheels(
-        self, place: Path, packages: Sequence[str], files: Sequence[PackageFile], python: OwnPython | ImagePython
+        self,
+        place: Path,
+        packages: Sequence[str],
+        files: Sequence[PackageFile],
+        python: OwnPython | ImagePython,
+        tell: Tell,
     ) -> None:
         env = place / ENV
         if isinstance(python, OwnPython):
@@ -256,7 +271,7 @@ class Environments:
             listed.write_text("\n".join(packages) + "\n")
             order = ["pip", "install", "--no-deps", "--require-hashes", "--no-build", "--requirements", str(listed)]
             order += [*there, "--cache-dir", str(place.parent / CACHE)]
-            async with self._source(files) as variables:
+            async with self._source(files, tell) as variables:
                 index = {"UV_DEFAULT_INDEX": f"http://{HOST}/simple", "UV_HTTP_TIMEOUT": f"{BUILD_S:.0f}"}
                 await self._ran(_uv(*order), BUILD_S, place, bounded=True, variables=variables | index)
         if isinstance(python, ImagePython):
@@ -264,9 +279,9 @@ class Environments:
             await asyncio.to_thread(_let_read, env)
 
     @asynccontextmanager
-    async def _source(self, files: Sequence[PackageFile]) -> AsyncIterator[dict[str, str]]:
+    async def _source(self, files: Sequence[PackageFile], tell: Tell) -> AsyncIterator[dict[str, str]]:
         """Serve packages to a program with these variables. NoEnvironment says which it could not get."""
-        async with self.packages.serve(files) as build:
+        async with self.packages.serve(files, tell) as build:
             try:
                 yield dict(build.variables)
             except NoEnvironment as error:
@@ -286,12 +301,12 @@ class Environments:
             raise NoEnvironment(f"its lock is for {other}, and this node is {here}")
         listed, seen = [str(package) for package in packages], INSIDE if contained else ""
 
-        async def make(place: Path) -> None:
+        async def make(place: Path, tell: Tell) -> None:
             lock, env = place / "packages.txt", place / ENV
             lock.write_text("\n".join([EXPLICIT, *listed]) + "\n")
             program = isolated("mesh.jobs", "rattler_program", packages=True)
             words = [str(lock), str(env), f"http://{HOST}", seen or str(env)]
-            async with self._source([package.archive for package in packages]) as variables:
+            async with self._source([package.archive for package in packages], tell) as variables:
                 await self._ran([*program, "install", *words], BUILD_S, place, bounded=True, variables=variables)
             await asyncio.to_thread(trees.remove, place / "packages")
             if contained:

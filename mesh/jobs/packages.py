@@ -131,9 +131,11 @@ class Packages:
     # --- for builds of this node
 
     @asynccontextmanager
-    async def serve(self, files: Sequence[PackageFile]) -> AsyncIterator["Build"]:
-        """Serve these files to one build, until it is over. One build at a time."""
-        build = self._build = Build(self, files)
+    async def serve(
+        self, files: Sequence[PackageFile], tell: Callable[[int], None] = lambda came: None
+    ) -> AsyncIterator["Build"]:
+        """Serve these files to one build, until it is over. One build at a time. `tell` hears how many it has got."""
+        build = self._build = Build(self, files, tell)
         try:
             await build.open()
             yield build
@@ -160,8 +162,9 @@ class _Question:
 class Build:
     """What one build gets packages from. `problems`: why it did not get some."""
 
-    def __init__(self, packages: Packages, files: Sequence[PackageFile]) -> None:
-        self._packages, self.problems = packages, list[str]()
+    def __init__(self, packages: Packages, files: Sequence[PackageFile], tell: Callable[[int], None]) -> None:
+        self._packages, self._tell, self.problems = packages, tell, list[str]()
+        self._came = set[bytes]()
         self._files = {file.sha256: file for file in files}
         self._projects: dict[str, list[PackageFile]] = {}
         for file in files:
@@ -213,7 +216,10 @@ class Build:
         except (KeyError, ValueError) as error:
             raise web.HTTPNotFound from error
         try:
-            return web.FileResponse(await self._path(file), headers=FOR_EVER)
+            path = await self._path(file)
+            self._came.add(file.sha256)
+            self._tell(len(self._came))
+            return web.FileResponse(path, headers=FOR_EVER)
         except (FetchFailed, OSError) as error:
             refusal = self._packages.origins.refusal(file)
             self.problems.append(f"{file.name}: {error}{'; ' if refusal else ''}{refusal}")

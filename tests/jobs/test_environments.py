@@ -29,7 +29,7 @@ PROJECT, SCRIPT = UvProject(), UvProject("alone.py")
 
 
 def say(text: str) -> None:
-    assert "packages by uv" in text
+    assert " by uv" in text
 
 
 @pytest.fixture
@@ -67,6 +67,21 @@ async def test_environment_is_built_once_and_used_again(tmp_path: Path, served: 
     assert await restarted.ready(ADA, PROJECT, work, say) == first
     # A script with the same packages has the same environment.
     assert await restarted.ready(ADA, SCRIPT, work, say) == first
+
+
+async def test_job_hears_what_its_environment_waits_for(tmp_path: Path, served: Index) -> None:
+    work, made = served.project(tmp_path / "work"), alone(tmp_path / "environments", served.address, GIB)
+    told: dict[bytes, list[str]] = {ADA: [], BOB: []}
+    served.going.clear()
+    building = asyncio.create_task(made.ready(ADA, PROJECT, work, told[ADA].append))
+    assert await asyncio.to_thread(served.asked.wait, 60)
+    waiting = asyncio.create_task(made.ready(BOB, PROJECT, work, told[BOB].append))
+    while not told[BOB]:
+        await asyncio.sleep(0.01)
+    assert told[BOB] == ["1 package by uv, once another environment is made"]
+    served.going.set()
+    await asyncio.gather(building, waiting)
+    assert told[ADA] == ["1 package by uv", "1 package by uv, of which 1 came"]
 
 
 async def test_users_share_nothing(tmp_path: Path, served: Index) -> None:

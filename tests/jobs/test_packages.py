@@ -236,7 +236,7 @@ class Peers:
 
 def build_of(tmp_path: Path, peers: Peers, files: Sequence[PackageFile], nodes: Sequence[bytes]) -> Build:
     neighbours = Neighbours(b"m" * 32, cast(Any, peers), lambda: nodes, lambda node, what: None)
-    return Build(Packages(tmp_path, MOST, PackageOrigins("", ()), True, neighbours), files)
+    return Build(Packages(tmp_path, MOST, PackageOrigins("", ()), True, neighbours), files, lambda came: None)
 
 
 async def test_nodes_are_asked_a_few_at_a_time_until_one_has_the_package(tmp_path: Path) -> None:
