@@ -156,7 +156,8 @@ class DataFetcher:
             self._urgent += 1
             self._calm.clear()
             try:
-                await self._get(identity, lambda: job, some, {}, lambda got: None, urgent=True)
+                async with self._space.arrival(sum(some.values()), self._directory.known[identity].full_name, identity):
+                    await self._get(identity, lambda: job, some, {}, lambda got: None, urgent=True)
             finally:
                 self._urgent -= 1
                 if not self._urgent:
@@ -235,16 +236,18 @@ class DataFetcher:
             passed += sum(batch.values()) - lacks
             for start in range(0, len(missing), CHUNKS):
                 some = {one: batch[one] for one in missing[start : start + CHUNKS]}
+                size = sum(some.values())
+                async with self._space.arrival(size, manifest.full_name, identity) as arrival:
 
-                def tell(got: int, passed: int = passed) -> None:
-                    room.left = max(0, manifest.chunk_bytes - passed - got)
-                    progress.words = f"{manifest.full_name}: {part(min(passed + got, total), total)}"
+                    def tell(got: int, passed: int = passed, size: int = size, arrival: Room = arrival) -> None:
+                        arrival.left = size - got
+                        room.left = max(0, manifest.chunk_bytes - passed - got)
+                        progress.words = f"{manifest.full_name}: {part(min(passed + got, total), total)}"
 
-                await self._get(identity, progress.job, some, failed, tell)
-                got = sum(some.values())
-                tell(got)
-                passed += got
-                progress.came += got
+                    await self._get(identity, progress.job, some, failed, tell)
+                    tell(size)
+                passed += size
+                progress.came += size
 
         while stack or wanted:
             if stack and len(wanted) < CHUNKS:

@@ -15,8 +15,10 @@ from ckptstore.errors import StoreError
 from membership.durable import write_durably
 from membership.envelope import OVERHEAD
 from mesh.data.directory import DataDirectory
-from mesh.data.eviction import Kept
+from mesh.data.eviction import Kept, order
 from mesh.data.manifest import DataError, decode_manifest
+
+HEADERS = 64  # a chunk takes at most a part of this more when it is encoded, but for tiny ones (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +169,13 @@ class Holdings:
         known = self._directory.known
         trees = [bytes.fromhex(path.name) for path in self.store.trees.iterdir() if len(path.name) == 64]
         return self.store.stored_bytes() + sum(known[one].tree_bytes for one in trees if one in known)
+
+    def evictable_bytes(self) -> int:
+        """Return an upper bound of what goes if all goes that may, whether or not other nodes keep it."""
+        kept, known = self.kept(), self._directory.known
+        unused = [one.id for one in kept if not one.in_use and self.store.tree(one.id).exists()]
+        packed = sum(one.bytes for one in order(kept))
+        return packed + packed // HEADERS + sum(known[one].tree_bytes for one in unused)
 
     def kept(self) -> list[Kept]:
         """Return what is here, for eviction."""

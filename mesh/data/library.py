@@ -545,7 +545,8 @@ class DataLibrary:
         root, what = manifest.root, f"the files of {manifest.full_name}"
         cipher = await self.keys.cipher(identity, manifest)
         tell("makes room")
-        async with self.space.room(manifest.tree_bytes, what, identity, root.entries + 1):
+        size, space = manifest.tree_bytes, self.space
+        async with space.room(size, what, identity, root.entries + 1), space.arrival(size, what, identity):
             await _unpacked(
                 lambda report: self.holdings.store.make_tree(identity, root, report, cipher), manifest.size, tell
             )

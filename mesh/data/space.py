@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Room:
-    """Room on the disk and in the quota that is kept for something: `left` bytes of it have not come yet, nor have `files`."""
+    """Room on the disk or in the quota that is kept for something: `left` bytes of it have not come yet, nor have `files`."""
 
     left: int = 0
     files: int = 0
@@ -49,55 +49,87 @@ class Space:
         self._me, self._holdings, self._directory, self._peers = me, holdings, directory, peers
         self._keep_s, self._changed, self._freeing = keep_s, changed, asyncio.Lock()
         self._rooms: list[Room] = []
+        self._arriving: list[Room] = []
 
     @asynccontextmanager
     async def room(self, more: int, what: str, identity: bytes, files: int = 0) -> AsyncIterator[Room]:
         """Keep room for `more` bytes of a data set, and so many files, during the block, which lowers `left` as they come.
 
-        Others are evicted for what is pinned or in use here, not for what another node has this one fetch: anybody can sign a
-        manifest that claims many bytes. FetchFailed if they do not fit the quota or the disk.
+        FetchFailed if they do not fit the disk, or the quota even if all goes that may go. `arrival` makes room for what comes.
         """
         room = Room()
         self._rooms.append(room)
         try:
             async with self._freeing:
                 await self._make_inodes(files, what)
-                await self._make_room(more, what, identity)
+                await self._check_disk(more, what)
+                await self._check_quota(more, what, identity)
                 room.left = more
                 room.files = files
             yield room
         finally:
             self._rooms.remove(room)
 
-    async def _make_room(self, more: int, what: str, identity: bytes) -> None:
+    @asynccontextmanager
+    async def arrival(self, more: int, what: str, identity: bytes) -> AsyncIterator[Room]:
+        """Let `more` bytes of a data set come during the block, which lowers `left`. FetchFailed if the quota has no space.
+
+        Others are evicted for what is pinned or in use here, not for what another node has this one fetch; and only for what
+        comes now: anybody can sign a manifest that claims many bytes.
+        """
+        quota_bytes, room = self._holdings.store.quota_bytes, Room(more)
+        if quota_bytes is None or await self._used_bytes() + more <= quota_bytes:  # without waiting for other evictions
+            self._arriving.append(room)
+        else:
+            async with self._freeing:
+                await self._evict_for(more, what, identity, quota_bytes)
+                self._arriving.append(room)
+        try:
+            yield room
+        finally:
+            self._arriving.remove(room)
+
+    async def _check_disk(self, more: int, what: str) -> None:
         free = (await asyncio.to_thread(shutil.disk_usage, self._holdings.root)).free - self._promised_bytes()
         if free < more + LEAST_FREE:
             raise FetchFailed(f"{what}: {amount(more)} are needed and the disk has {amount(max(0, free))} free")
+
+    async def _check_quota(self, more: int, what: str, identity: bytes) -> None:
         quota_bytes = self._holdings.store.quota_bytes
         if quota_bytes is None:
             return
         if more > quota_bytes:
             quota = amount(quota_bytes)
             raise FetchFailed(f"{what}: {amount(more)} are more than this node keeps ({quota}, data_quota_gib)")
-        wanted = self._holdings.pinned(identity) or self._holdings.used[identity] > 0
-        steps = (self._drop_one_tree, self._evict_one, self._await_unpinned, self._evict_one) if wanted else ()
+        stays = await asyncio.to_thread(self._holdings.used_bytes)
+        if self._may_evict_for(identity):
+            stays = max(0, stays - self._holdings.evictable_bytes())
+        if stays + self._promised_bytes() + more > quota_bytes:
+            raise self._full(more, what, identity, stays + self._promised_bytes())
+
+    async def _evict_for(self, more: int, what: str, identity: bytes, quota_bytes: int) -> None:
+        steps = (self._drop_one_tree, self._evict_one, self._await_unpinned, self._evict_one)
         used = await self._used_bytes()
-        for step in steps:
+        for step in steps if self._may_evict_for(identity) else ():
             used = await self._used_bytes()
             while used + more > quota_bytes and await step():
                 before, used = used, await self._used_bytes()
                 if used >= before:  # its packs are still relied on: evicting more would not help now
                     break
         if used + more > quota_bytes:
-            why = (
-                "by what is on its way, pinned, in use, or on no other node"
-                if wanted
-                else "and nothing goes for this one"
-            )
-            raise FetchFailed(
-                f"{what}: {amount(more)} are needed; of the {amount(quota_bytes)} for data sets (data_quota_gib) "
-                f"{amount(used)} are used {why}"
-            )
+            raise self._full(more, what, identity, used)
+
+    def _may_evict_for(self, identity: bytes) -> bool:
+        return self._holdings.pinned(identity) or self._holdings.used[identity] > 0
+
+    def _full(self, more: int, what: str, identity: bytes, used: int) -> FetchFailed:
+        why = "by what is on its way, pinned, in use, or on no other node"
+        if not self._may_evict_for(identity):
+            why = "and nothing goes for this one"
+        quota = amount(self._holdings.store.quota_bytes or 0)
+        return FetchFailed(
+            f"{what}: {amount(more)} are needed; of the {quota} for data sets (data_quota_gib) {amount(used)} are used {why}"
+        )
 
     async def _make_inodes(self, files: int, what: str) -> None:
         """Drop files that no guest uses until the disk has room for so many more. FetchFailed if it has not."""
@@ -116,7 +148,8 @@ class Space:
         return sum(room.left for room in self._rooms)
 
     async def _used_bytes(self) -> int:
-        return await asyncio.to_thread(self._holdings.used_bytes) + self._promised_bytes()
+        used = await asyncio.to_thread(self._holdings.used_bytes)
+        return used + sum(room.left for room in self._arriving)
 
     async def _drop_one_tree(self) -> bool:
         """Drop the files of the longest unused set: they can be made again from its chunks."""

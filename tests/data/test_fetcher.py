@@ -57,6 +57,7 @@ class Fetching:
         self.told: list[list[bytes]] = []
         self.arrived: list[bytes] = []
         self.room: list[int] = []
+        self.arriving: list[Room] = []
         self.hang: asyncio.Event | None = None
         self.known = {self.identity: self.manifest}
         directory: Any = SimpleNamespace(
@@ -65,7 +66,7 @@ class Fetching:
             holders=lambda identity: list(self.listed),
             fetching=lambda identity: list(self.fetching),
         )
-        space: Any = SimpleNamespace(room=self._make_room)
+        space: Any = SimpleNamespace(room=self._make_room, arrival=self._arrive)
         self.holdings = Holdings(root / "here", None, directory, lambda realm: self.cipher)
         peers: Any = SimpleNamespace(call=self._call)
         self.fetcher = DataFetcher(
@@ -97,6 +98,11 @@ class Fetching:
         self.room.append(more)
         self.promised = Room(more)
         yield self.promised
+
+    @asynccontextmanager
+    async def _arrive(self, more: int, what: str, identity: bytes) -> AsyncIterator[Room]:
+        self.arriving.append(Room(more))
+        yield self.arriving[-1]
 
     async def pulled(self, peers: None, request: Request, path: str, body: bytes, receiver: Any) -> Any:
         """Stand for the network: hand over what the holder's store streams."""
@@ -139,6 +145,7 @@ async def test_data_set_comes_from_all_holders(fetching: Fetching) -> None:
     assert fetching.arrived == [fetching.identity] and fetching.holdings.store.has(fetching.identity)
     assert {request.source for request in fetching.asked} == {FIRST, SECOND}
     assert fetching.room == [fetching.bytes] and fetching.promised.left == 0
+    assert len(fetching.arriving) > 1 and not any(room.left for room in fetching.arriving)
     assert fetching.paths == {f"/v1/data/{fetching.identity.hex()}/chunks?job={JOB.hex()}"}
     tree = fetching.holdings.store.make_tree(fetching.identity, fetching.root, cipher=fetching.cipher)
     assert sum(1 for _ in tree.iterdir()) == FILES
@@ -344,6 +351,19 @@ async def test_awaited_chunk_comes_from_a_node_that_fetches_the_set(fetching: Fe
     awaited = {fetching.root.id: fetching.root.length}
     assert await fetching.fetcher.at_once(fetching.identity, JOB, awaited) == fetching.root.length
     assert [request.source for request in fetching.asked] == [FIRST, SECOND]
+
+
+async def test_space_is_made_for_what_comes_and_not_for_what_is_claimed(fetching: Fetching) -> None:
+    """Nobody gives the first page of a set that claims a TiB."""
+    for node in (FIRST, SECOND):
+        fetching.fails[node] = [PeerError("it is off")] * 50
+    with pytest.raises(FetchFailed, match="it is off"):
+        await fetching.fetch(chunk_bytes=1 << 40)
+    assert fetching.room == [1 << 40] and [room.left for room in fetching.arriving] == [fetching.root.length] * ROUNDS
+    fetching.arriving.clear()
+    fetching.fails = {FIRST: [], SECOND: []}
+    await fetching.fetcher.at_once(fetching.identity, JOB, {fetching.root.id: fetching.root.length})
+    assert [room.left for room in fetching.arriving] == [fetching.root.length], "also for what a read waits for"
 
 
 async def test_awaited_chunk_that_no_node_has_yet_is_an_error_at_once(fetching: Fetching) -> None:

@@ -62,7 +62,7 @@ class Here:
         return answer
 
     async def make_room(self, more: int, what: str) -> None:
-        async with self.space.room(more, what, NEW):
+        async with self.space.room(more, what, NEW), self.space.arrival(more, what, NEW):
             pass
 
     def add(self, name: str, used_ago_s: float = 0.0, size: int = SIZE) -> bytes:
@@ -208,8 +208,16 @@ async def test_nothing_goes_for_what_neither_a_guest_nor_this_nodes_user_asked_f
     assert here.holdings.held == {one, two} and here.holdings.store.tree(one).exists() and not here.asked
     here.holdings.pin(claimed, True)
     async with here.space.room(QUOTA - SIZE // 2, "what the user pinned", claimed):
-        pass
-    assert not here.holdings.held
+        assert here.holdings.held == {one, two} and not here.asked, "nothing goes before something comes"
+        async with here.space.arrival(SIZE // 2, "a part", claimed):
+            assert here.holdings.held == {one, two} and not here.holdings.store.tree(one).exists()
+            async with here.space.arrival(3 * SIZE // 4, "a part", claimed) as room:
+                assert len(here.holdings.held) == 1
+                room.left = 0
+                async with here.space.arrival(SIZE, "a part", claimed):
+                    assert len(here.holdings.held) == 1, "what came is counted on the disk"
+        async with here.space.arrival(QUOTA - SIZE // 2, "the rest", claimed):
+            assert not here.holdings.held
 
 
 async def test_files_leave_inodes_free_and_unused_ones_go_first(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
