@@ -116,7 +116,8 @@ class Fetch:
 
     def join(self, sources: Iterable[bytes], now: float) -> list[Action]:
         """Say who the partial sources are now."""
-        there = [source for source in sources if source not in self._sources and source not in self.dropped]
+        new = (source for source in sources if source not in self._sources and source not in self.dropped)
+        there = dict.fromkeys(new)
         waiting = {source: partial for source, partial in self._waiting.items() if source in there}
         self._waiting = waiting | {source: _Partial(set()) for source in there if source not in waiting}
         return self._assign(now) if self._seat() else []
