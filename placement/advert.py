@@ -105,7 +105,8 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     `image_ids`: hash prefixes of the images that the node has and may run; `image_fetches`: of those that it can fetch;
     `image_denials`: names and hexadecimal hash prefixes that the owner denies.
     `interactive`: the owner allows users to enter their guests (exec, forward, Jupyter).
-    `data_ids`: prefixes of the ids of data sets that the node has whole; `data_paths`: names of directories that it offers.
+    `data_ids`: prefixes of the ids of data sets that the node has whole; `data_paths`: names of directories that it offers;
+    `fetch_mib_s`: the speed at which data sets came to it of late, 0 if unknown.
     `network`: hosts that jobs may reach by a proxy, `name:port`; `proxies`: engines that can leave a job with that alone.
     `uv` and `conda`: the node can make such environments.
     `accepts`: users whose jobs are accepted, `*` for all; `own_only`: engines that run only the owner's own jobs.
@@ -147,6 +148,7 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     user_key: bytes = b""
     data_ids: tuple[bytes, ...] = ()
     data_paths: tuple[str, ...] = ()
+    fetch_mib_s: int = 0
     network: tuple[str, ...] = ()
     proxies: tuple[str, ...] = ()
     uv: bool = True  # nodes of 0.1 do not say it
@@ -199,7 +201,7 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
         raise AdvertError(f"weights must be 1 to {MAX_WEIGHT}")
     if len(advert.driver) > MAX_DRIVER_PARTS or any(part < 0 for part in advert.driver):
         raise AdvertError("a driver version has up to four numbers, 0 or more")
-    numbers = (advert.version, advert.cpus, advert.memory_mib, advert.store_free_mib)
+    numbers = (advert.version, advert.cpus, advert.memory_mib, advert.store_free_mib, advert.fetch_mib_s)
     times = (advert.up_since_unix, advert.back_unix)
     named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
     most = max(len(advert.data_ids), len(advert.data_paths), len(advert.network), *map(len, named))

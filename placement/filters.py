@@ -202,6 +202,7 @@ class DataOffer(msgspec.Struct, frozen=True):
 
     data_ids: tuple[bytes, ...] = ()
     data_paths: tuple[str, ...] = ()
+    fetch_mib_s: int = 0
 
 
 def missing_mib(request: Request, advert: Advert) -> int:

@@ -20,7 +20,7 @@ from placement.request import Request
 
 STEEP = 16  # exponent of the weight in a score: of 3, 5, 8 and 16 fewest departures (docs/decisions/0011)
 STICKY = 13  # 64ths of survival by which another node must be better: a fifth (docs/explanation/placement.md)
-FETCH_MIB_S = 100  # expected speed of a fetch of data sets: 1 GbE
+FETCH_MIB_S = 100  # expected speed of a fetch of data sets to a node that has not measured it: 1 GbE
 MOST_LOST = 8  # a node that lacks data sets loses at most one part in so many of its weight (docs/explanation/data.md)
 CROWD = 2  # times the mean load; a node above it comes after the others (Mirrokni et al. 2018, with epsilon 1)
 MAX_SHAPES = 64  # grades cached in an advert (own choice)
@@ -143,8 +143,13 @@ def with_data(weight: int, request: Request, advert: Advert) -> int:
     The bound keeps a fast node from being starved of jobs: a node with the data comes first, and if it is taken the other runs
     them, has the data from then on, and is equal.
     """
-    fetch_s = missing_mib(request, advert) // FETCH_MIB_S if request.data else 0
-    return max(1, weight - min(-(-weight // MOST_LOST), weight * fetch_s // max(1, fetch_s + request.remaining_s)))
+    takes_s = fetch_s(request, advert) if request.data else 0
+    return max(1, weight - min(-(-weight // MOST_LOST), weight * takes_s // max(1, takes_s + request.remaining_s)))
+
+
+def fetch_s(request: Request, advert: Advert) -> int:
+    """Return the seconds for which the node would fetch data sets."""
+    return missing_mib(request, advert) // (advert.fetch_mib_s or FETCH_MIB_S)
 
 
 def zone_order(key: bytes, weights: Mapping[str, int]) -> list[str]:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -40,7 +41,12 @@ FETCHES = 2  # data sets at a time for jobs, and as many that other nodes or the
 TELL_S = 0.5
 QUERY_BYTES = CHUNKS * (ID_BYTES + 2) + 64  # of a question about so many chunks, and of its answer
 LEAST_GIVEN_ON = 64 << 20  # bytes of a data set that is given on while it comes (own choice)
+LEAST_MEASURED, HALF_LIFE = (
+    64 << 20,
+    1 << 30,
+)  # bytes until a speed is known, and in which it is half forgotten (own choice)
 COMING_S = 1.0  # for which a chunk on its way is awaited, and other fetches give way to an awaited one (own choice)
+
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +69,24 @@ class Progress:
         return next((job for whose in self.waiting if (job := whose()) is not None), None)
 
 
+class Speed:
+    """The speed at which data sets came of late, whoever gave them."""
+
+    def __init__(self) -> None:
+        self._bytes = self._took_s = 0.0
+
+    def note(self, size: int, took_s: float) -> None:
+        kept = 0.5 ** (size / HALF_LIFE)
+        self._bytes, self._took_s = self._bytes * kept + size, self._took_s * kept + took_s
+
+    @property
+    def mib_s(self) -> int:
+        """Return whole MiB per second, at least 1; 0 while too little has come."""
+        if self._bytes < LEAST_MEASURED or not self._took_s:
+            return 0
+        return max(1, int(self._bytes / self._took_s) >> 20)
+
+
 class DataFetcher:
     """`cipher` finds the key of a data set (`DataKeys.cipher`); `blame` reports a node that sent wrong data; `begins` is called
     when chunks of one begin to come, `arrived` with each that is whole here.
@@ -80,6 +104,7 @@ class DataFetcher:
         arrived: Callable[[bytes, bytes, DataManifest], None],
     ) -> None:
         self._holdings, self._directory, self._space, self._peers = holdings, directory, space, peers
+        self.speed = Speed()
         self.cipher, self._blame, self._begins, self._arrived = cipher, blame, begins, arrived
         self._fetches: dict[bytes, tuple[SharedTask, Progress]] = {}
         self._running = Counter[bool]()  # fetches that a job here waits for (True), and others
@@ -244,7 +269,9 @@ class DataFetcher:
                         room.left = max(0, manifest.chunk_bytes - passed - got)
                         progress.words = f"{manifest.full_name}: {part(min(passed + got, total), total)}"
 
+                    began = time.monotonic()
                     await self._get(identity, progress.job, some, failed, tell)
+                    self.speed.note(size, time.monotonic() - began)
                     tell(size)
                 passed += size
                 progress.came += size

@@ -191,7 +191,9 @@ class DataLibrary:
         here |= {identity for identity, manifest in self.directory.newest() if self.path_of(manifest) is not None}
         newest = sorted(here, key=lambda one: -self.directory.known[one].number)[:MAX_IMAGES]
         names = sorted(name for name in self.paths if "/" not in name)
-        return DataOffer(tuple(sorted(identity[:SHORT_ID] for identity in newest)), tuple(names))
+        return DataOffer(
+            tuple(sorted(identity[:SHORT_ID] for identity in newest)), tuple(names), self.fetcher.speed.mib_s
+        )
 
     async def _heard(self, manifest: DataManifest) -> None:
         """Drop what its owner has removed; `tidy` drops what guests still use."""

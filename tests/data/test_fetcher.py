@@ -18,7 +18,7 @@ from ckptstore.errors import CorruptChunk
 from ckptstore.fetch import Request
 from ckptstore.messages import decode_missing_query, encode_ids
 from mesh.data import fetcher as fetcher_module
-from mesh.data.fetcher import FETCHES, ROUNDS, DataFetcher
+from mesh.data.fetcher import FETCHES, LEAST_MEASURED, ROUNDS, DataFetcher, Speed
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.space import Room
@@ -149,6 +149,12 @@ async def test_data_set_comes_from_all_holders(fetching: Fetching) -> None:
     assert fetching.paths == {f"/v1/data/{fetching.identity.hex()}/chunks?job={JOB.hex()}"}
     tree = fetching.holdings.store.make_tree(fetching.identity, fetching.root, cipher=fetching.cipher)
     assert sum(1 for _ in tree.iterdir()) == FILES
+
+
+async def test_fetch_measures_its_speed(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher_module, "LEAST_MEASURED", 1)
+    await fetching.fetch()
+    assert fetching.fetcher.speed.mib_s
 
 
 async def test_holder_that_fails_is_replaced_by_another(fetching: Fetching) -> None:
@@ -396,3 +402,18 @@ async def test_chunk_in_the_clear_is_not_taken_for_a_private_set(fetching: Fetch
     with pytest.raises(FetchFailed, match="with another key than what it belongs to"):
         await fetching.fetch(root=clear.root, chunk_bytes=clear.chunk_bytes)
     assert fetching.blamed and not fetching.arrived and fetching.holdings.store.stored_bytes() == 0
+
+
+def test_speed_is_of_the_last_bytes_and_unknown_at_first() -> None:
+    speed = Speed()
+    assert speed.mib_s == 0
+    speed.note(LEAST_MEASURED - 1, 0.5)
+    assert speed.mib_s == 0, "too little to tell"
+    speed.note(LEAST_MEASURED, 0.5)
+    assert speed.mib_s == 127
+    for _ in range(200):
+        speed.note(64 << 20, 1.0)
+    assert 64 <= speed.mib_s <= 65, "what came twelve half-lives ago hardly counts"
+    stalled = Speed()
+    stalled.note(LEAST_MEASURED, 10**6)
+    assert stalled.mib_s == 1, "slow, not unknown"

@@ -129,6 +129,12 @@ async def test_manifest_of_a_set_that_is_fetched_stays_known(
     assert {SET, other} <= library.directory.known.keys()
 
 
+async def test_offer_tells_the_speed_of_the_last_fetches(library: DataLibrary) -> None:
+    assert library.offer().fetch_mib_s == 0
+    library.fetcher.speed.note(1 << 30, 10.0)
+    assert library.offer().fetch_mib_s == 102
+
+
 async def test_fetch_that_its_user_stops_ends_and_is_not_pinned(library: DataLibrary, tmp_path: Path) -> None:
     manifest = await hold(library, tmp_path / "source")
     other = b"o" * 32

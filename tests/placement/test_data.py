@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from placement.advert import MAX_WEIGHT
 from placement.filters import missing_mib, refusals
-from placement.ranking import MOST_LOST, rank_nodes, with_data
+from placement.ranking import MOST_LOST, fetch_s, rank_nodes, with_data
 from placement.request import Request, WantedData
 from tests.consensus.worlds import A, B, make_advert
 
@@ -22,6 +22,13 @@ def test_weight_falls_with_missing_bytes_down_to_a_bound() -> None:
     assert weights[-1] == MAX_WEIGHT - MAX_WEIGHT // MOST_LOST
     assert with_data(MAX_WEIGHT, asked(10**6), has) == MAX_WEIGHT and with_data(1, asked(10**6), lacks) == 1
     assert (missing_mib(asked(5), lacks), missing_mib(asked(5), has)) == (5, 0)
+
+
+def test_node_that_has_measured_its_fetches_loses_weight_by_that_speed() -> None:
+    slow, usual, fast = (replace(make_advert(A), fetch_mib_s=speed) for speed in (10, 0, 1000))
+    assert [fetch_s(asked(2000), node) for node in (slow, usual, fast)] == [200, 20, 2]
+    weights = [with_data(MAX_WEIGHT, asked(100_000, remaining_s=36_000), node) for node in (slow, usual, fast)]
+    assert weights == sorted(set(weights)), "each faster one has a greater weight"
 
 
 def test_node_with_the_data_comes_first_and_the_other_is_not_starved() -> None:

@@ -25,7 +25,7 @@ from placement.availability import kaplan_meier
 from placement.decision import explain
 from placement.filters import FAILED_HERE, missing_mib, refusals
 from placement.preemption import without_job
-from placement.ranking import FETCH_MIB_S, Ranking, with_data
+from placement.ranking import Ranking, fetch_s, with_data
 from placement.request import Request
 from placement.suggestions import NamedJob, suggest
 from placement.summary import UNIT, UNSEEN
@@ -232,7 +232,7 @@ def _data_lines(request: Request, adverts: Sequence[Advert]) -> list[str]:
         if missing and not refusals(request, advert):
             whole = advert.weight_for(horizon_of(request.remaining_s))
             lines.append(
-                f"{advert.nick} would fetch {amount(missing << 20)} of data sets (about {missing // FETCH_MIB_S} s), before "
+                f"{advert.nick} would fetch {amount(missing << 20)} of data sets (about {fetch_s(request, advert)} s), before "
                 "the job starts or, where it can stream, while it runs: its "
                 f"weight is {with_data(whole, request, advert)} instead of {whole} for that"
             )
