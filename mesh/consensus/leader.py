@@ -147,7 +147,7 @@ class Leader:
                 self._proposer.on_introduced(sender, message, at.now)
                 return [*self._proposer.regroup(self.view, at.now)]
             case PreVoteGranted() if self.state == "asking" and message.term == self._term:
-                self._pre_votes.add(Voter(sender, message.disk))
+                self.witness.witness_record.config.count(self._pre_votes, Voter(sender, message.disk))
                 return self._prepare(at) if self.witness.witness_record.config.quorum(self._pre_votes) else []
             case Promised() if self.state == "preparing" and message.term == self._term:
                 self._promises[sender] = message
@@ -293,7 +293,7 @@ class Leader:
         if self.state in {"asking", "preparing"} and message.needs_spec:
             return self._install(Voter(sender, message.disk))
         if self.state in {"asking", "preparing"}:
-            self._leased.add(Voter(sender, message.disk))
+            known.count(self._leased, Voter(sender, message.disk))
             if message.promised < self._term and self._others_suffice():
                 return []
             self._to_watching()

@@ -684,13 +684,13 @@ class Participant:
             if recovers:
                 del self._submissions[job]
                 return self._from(job, "submitter", [Submitted("a node has a newer record of it")])
-            submission.have_it.add(Voter(sender, message.disk))
+            submission.proposer.config.count(submission.have_it, Voter(sender, message.disk))
             # A record accepted under a term that was won is known to a majority.
             if not (message.finished or message.accepted_term > FIRST_TERM or submission.known):
                 return []
         else:
             decided = submission.proposer.on_accepted(sender, message)
-            submission.have_it.add(Voter(sender, message.disk))
+            submission.proposer.config.count(submission.have_it, Voter(sender, message.disk))
             if decided is None and (submission.proposer.reconfiguration is not None or not submission.known):
                 return []
         del self._submissions[job]

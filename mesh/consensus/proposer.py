@@ -166,7 +166,7 @@ class Proposer:
 
     def on_accepted(self, sender: bytes, message: Accepted) -> Decided | None:
         if message.term == self.term:
-            self._answered.add(Voter(sender, message.disk))
+            self.config.count(self._answered, Voter(sender, message.disk))
         entry = self._open.get(message.round) if message.term == self.term else None
         if entry is None:
             return None
@@ -175,7 +175,7 @@ class Proposer:
         if message.warrant and sender in self.config.nodes:
             self._warrants = {node: kept for node, kept in self._warrants.items() if self.asks(node) or not node}
             self._warrants[sender] = message.warrant
-        acks.add(Voter(sender, message.disk))
+        config.count(acks, Voter(sender, message.disk))
         if not config.quorum(acks):
             return None
         for number in [number for number in self._open if number <= message.round]:
@@ -197,7 +197,7 @@ class Proposer:
         if message.finished or message.promised > self.term:
             # A partitioned minority may have promised any term, and one witness may lie about an end or a later group: they
             # count only when the others form no quorum.
-            self._refusing.add(Voter(sender, message.disk))
+            self.config.count(self._refusing, Voter(sender, message.disk))
             if not self.config.quorum(set(self.config.everyone) - self._refusing):
                 return Fenced()
         return []

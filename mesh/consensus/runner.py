@@ -239,7 +239,7 @@ class Runner:
         effects: list[Effect] = []
         if message.cancel_wanted and message.term == self.term and not self._cancelled:
             # One witness alone cannot end a job that runs (J14), unless it is its user's own.
-            self._cancelling.add(Voter(sender, message.disk))
+            self.config.count(self._cancelling, Voter(sender, message.disk))
             if sender == self.spec.submitter or self._proposer.config.quorum(self._cancelling):
                 effects += self.handle(CancelWanted(), at)
         joint = bool(self._proposer.config.previous)

@@ -255,6 +255,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         """Return the nodes of the group, each once."""
         return tuple(dict.fromkeys([voter.node for voter in self.everyone]))
 
+    def count(self, votes: set[Voter], vote: Voter) -> None:
+        """Add a vote to these if a voter of the group gave it: a node may answer with any number of invented disks."""
+        if vote in self.everyone:
+            votes.add(vote)
+
     def quorum(self, acks: Set[Voter]) -> bool:
         """Tell whether these voters decide for the group."""
         return _majority(self.members, acks) and (not self.previous or _majority(self.previous, acks))

@@ -1,7 +1,11 @@
 """Well-formed nonsense from members: no sequence of messages fails a core or breaks a rule."""
 
+import gc
+from collections.abc import Callable
 from random import Random
+from types import FunctionType, ModuleType
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +19,7 @@ from mesh.consensus.messages import (
     MakeRoom,
     Migrate,
     Prepare,
+    PreVoteGranted,
     Promised,
     Refused,
     Released,
@@ -23,6 +28,7 @@ from mesh.consensus.messages import (
     encode_message,
 )
 from mesh.consensus.participant import Directed, Participant, Rules
+from mesh.consensus.proposer import Proposer
 from mesh.consensus.reports import (
     CheckpointFound,
     CheckpointStored,
@@ -33,8 +39,23 @@ from mesh.consensus.reports import (
 )
 from mesh.consensus.view import Timer
 from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, Voter
-from tests.consensus.test_participant import open_spec
-from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_view
+from tests.consensus.test_participant import make_participant, open_spec
+from tests.consensus.worlds import (
+    DISK,
+    JOB,
+    SPEC_BYTES,
+    A,
+    B,
+    C,
+    D,
+    E,
+    RunnerWorld,
+    at,
+    make_leader,
+    make_spec,
+    make_view,
+    voters,
+)
 
 nodes = st.sampled_from([A, B, C, D, E, b"", b"x" * 32])
 numbers = st.one_of(st.integers(-2, 12), st.sampled_from([-(2**63), 2**63 - 1]))
@@ -171,3 +192,83 @@ def test_no_sequence_of_messages_fails_a_node(script: list[tuple[bytes, object]]
         else:
             absorb(participant.report(JOB, thing, at(now)))  # type: ignore[arg-type]
         absorb(participant.observe(make_view(A, (A, B, C, D)), at(now)))
+
+
+FLOOD = 100
+GROUP = Config(number=0, term=1, members=voters(A, B, C))
+Core = tuple[object, Callable[[bytes], object]]  # and what gives it an answer of B with this disk
+
+
+def accepted(term: int, disk: bytes) -> Accepted:
+    return Accepted(job=JOB, term=term, disk=disk, round=1, cancel_wanted=True)
+
+
+def refused(term: int, disk: bytes) -> Refused:
+    return Refused(JOB, term, disk, 1, term + 1, None, 0.0, needs_spec=False, finished=False)
+
+
+def proposer(answer: Callable[[int, bytes], Accepted | Refused]) -> Core:
+    core = Proposer(JOB, SPEC_BYTES, 1, GROUP, JobRecord(), D)
+    core.propose(0.0)
+
+    def hear(disk: bytes) -> object:
+        message = answer(1, disk)
+        return core.on_accepted(B, message) if isinstance(message, Accepted) else core.on_refused(B, message)
+
+    return core, hear
+
+
+def leased(disk: bytes) -> Refused:
+    return Refused(JOB, 1, disk, 0, 0, None, 5.0, needs_spec=False, finished=False)
+
+
+def runner() -> Core:
+    world = RunnerWorld()
+    world.begin()
+    core = world.runner
+    return core, lambda disk: core.on_accepted(B, accepted(core.term, disk), at(0))
+
+
+def leader(answer: Callable[[bytes], PreVoteGranted | Refused]) -> Core:
+    core = make_leader()
+    core.observe(make_view(A, (A, B, C)), at(0))
+    return core, lambda disk: core.handle(B, answer(disk), at(0))
+
+
+def submitter(answer: Callable[[int, bytes], Accepted | Refused]) -> Core:
+    core = make_participant()
+    core.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    return core, lambda disk: core.receive(B, answer(1, disk), at(0))
+
+
+def voters_in(core: object) -> int:
+    """Return how many voters a core keeps."""
+    seen: dict[int, object] = {}
+    found = [core]
+    while found:
+        thing = found.pop()
+        if id(thing) not in seen and not isinstance(thing, type | FunctionType | ModuleType):
+            seen[id(thing)] = thing
+            found += gc.get_referents(thing)
+    return sum(isinstance(thing, Voter) for thing in seen.values())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: proposer(accepted),
+        lambda: proposer(refused),
+        runner,
+        lambda: leader(lambda disk: PreVoteGranted(JOB, 1, disk)),
+        lambda: leader(leased),
+        lambda: submitter(accepted),
+        lambda: submitter(refused),
+    ],
+    ids=["accepted", "refused", "cancelled", "granted", "leased", "submitted", "submission-refused"],
+)
+def test_voter_that_invents_disks_is_kept_once(make: Callable[[], Core]) -> None:
+    core, hear = make()
+    before = voters_in(core)
+    for number in range(FLOOD):
+        hear(number.to_bytes(8))
+    assert voters_in(core) <= before
