@@ -300,8 +300,7 @@ class GangMember:
         if asked_at is None or self._end is not None:
             return []
         self._heard_at = at.now
-        left_s = message.left_s if math.isfinite(message.left_s) else 0.0
-        until = asked_at + min(left_s, self.spec.lease_s) * HELD_SHARE
+        until = asked_at + min(message.left_s, self.spec.lease_s) * HELD_SHARE
         if until <= max(self.until, at.now):
             return []  # the answer came too late
         self.until = until

@@ -12,7 +12,7 @@ import msgspec
 from membership.lengths import Id, Text
 from membership.malformed import MALFORMED
 from mesh.model.events import MAX_REPORTED
-from mesh.model.record import Config, JobRecord, Number
+from mesh.model.record import Config, JobRecord, Number, Seconds
 
 MAX_MESSAGE_BYTES = 1 << 20  # a spec (256 KiB of text) and a full record, with a margin
 Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
@@ -104,7 +104,7 @@ class Refused(Message, frozen=True, tag="refused"):
     round: Number
     promised: Number
     config: Config | None
-    lease_left_s: float
+    lease_left_s: Seconds
     needs_spec: bool
     finished: bool
     accepted_term: Number = 0
@@ -218,7 +218,7 @@ class RunGranted(Message, frozen=True, tag="run_granted"):
 
     term: Number
     round: Number
-    left_s: float
+    left_s: Seconds
 
 
 class MemberEnded(Message, frozen=True, tag="member_ended"):
@@ -234,7 +234,7 @@ class MemberLeaving(Message, frozen=True, tag="member_leaving"):
     """The owner of the member's machine wants it back."""
 
     term: Number
-    grace_s: float
+    grace_s: Seconds
     reason: Text
 
 
@@ -242,7 +242,7 @@ class Dismiss(Message, frozen=True, tag="dismiss"):
     """The gang ends: save and leave within the grace, or at once."""
 
     term: Number
-    grace_s: float
+    grace_s: Seconds
     reason: Text
 
 

@@ -278,6 +278,10 @@ class Participant:
 
     def receive(self, sender: bytes, message: AnyMessage, at: Instant) -> list[Directed]:
         job = message.job
+        record: JobRecord | None = getattr(message, "record", None)
+        if record is not None and record.outcome is not None and record.outcome.is_ahead(at.unix_ms):
+            self.refused += 1
+            return []
         match message:
             case Accept():
                 return self._on_accept(sender, message, at)

@@ -15,13 +15,11 @@ from membership.malformed import MALFORMED
 from mesh.consensus.contract import Progress
 from mesh.consensus.runner import Runner
 from mesh.consensus.witness import Witness
-from mesh.model.record import Attempt, Attempts, Commit, Config, Needed, Number, Outcome, OutcomeKind, Voter
+from mesh.model.record import Attempt, Attempts, Commit, Config, Needed, Number, Outcome, OutcomeKind, Seconds, Voter
 from mesh.model.spec import JOB_ID_BYTES, ArrayPlace, SpecError, check_array
 from placement.advert import MAX_GPUS, WHOLE, Count, Percent, Portion
 from placement.allocation import gpu_percent
 from placement.queue import Priority, Waiting
-
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2.0**53)]
 
 T = TypeVar("T", bytes, str, Voter)
 

@@ -114,6 +114,8 @@ class StatusGossip:
         """Take in a node's section about a job, which may be new, changed or gone."""
         record = self._membership.record(node, section)
         status = decode_status(record.body) if record is not None else None
+        if status is not None and status.outcome is not None and status.outcome.is_ahead(1000 * time.time()):
+            status = None
         before = self._sections.pop((node, section), None)
         if before is not None and (status is None or status.job != before):
             self._job_table.update(node, before, None)

@@ -13,6 +13,10 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from ckptstore.errors import BadPath
+from ckptstore.manifest import check_path
+from membership.lengths import SAID
+
 MOST_LOCK_BYTES = 8 << 20  # of a lock; that of a project with 500 packages has 1 MiB (own choice)
 MOST_PACKAGES = 2000  # own choice
 CONDA_PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}  # conda's names of machines
@@ -117,10 +121,19 @@ class CondaPackage(NamedTuple):
         return PackageFile(self.file, bytes.fromhex(self.sha256), self.subdir, self.channel)
 
 
+def is_inside(path: str) -> bool:
+    """Tell whether this is a plain path inside the working directory, which every file system takes."""
+    try:
+        check_path(path)
+    except BadPath:
+        return False
+    return len(path) <= SAID
+
+
 def check_environment(environment: Environment) -> None:
     """Raise EnvironmentRefused for a file that is not inside the working directory."""
     for name in environment.files:
-        if any(part in {"", ".", ".."} for part in name.split("/")) or len(name) > 1000:
+        if not is_inside(name):
             raise EnvironmentRefused(f"{name!r} must be a plain path inside the working directory")
 
 

@@ -16,6 +16,7 @@ from mesh.model.bounds import MAX_NODES
 OutcomeKind = Literal["done", "failed", "cancelled"]
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # from peers: the next one, too, fits into 64 bits
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2.0**53)]  # from peers: neither NaN nor infinite
 Needed = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2)]
 
 FIRST_TERM = 1  # of every job; it belongs to the submitter, so nobody has to win it
@@ -23,6 +24,7 @@ MOST_VOTERS = 16  # of a group from a peer, who would have this node write to al
 MAX_ATTEMPTS_KEPT = 64  # the newest
 # Of all attempts but the last: a message has room for the record and the job's description. 64 of the largest gang have 185 KiB.
 MAX_ATTEMPTS_BYTES = 256 * 1024
+AHEAD_MS = 86_400_000  # of this node's clock, that an end may be: a wrong time zone, but no year (own choice)
 Gang = Annotated[tuple[tuple[Id, Line], ...], msgspec.Meta(max_length=MAX_NODES)]
 
 
@@ -114,6 +116,10 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     manifest: Id | None
     holders: Ids
     ended_unix_ms: Number
+
+    def is_ahead(self, unix_ms: float) -> bool:
+        """Tell whether it is of a time that no clock shows yet: such a job would stay in memory and be told until then."""
+        return self.ended_unix_ms > unix_ms + AHEAD_MS
 
 
 Attempts = Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=MAX_ATTEMPTS_KEPT)]

@@ -25,6 +25,7 @@ from mesh.model.environment import (
     EnvironmentRefused,
     UvProject,
     check_environment,
+    is_inside,
 )
 from mesh.model.record import Attempt, Commit, Config, Voter, avoided, shunned
 from mesh.model.secrets import Lock, SealedSecrets, SecretError, check_lock, check_secrets
@@ -273,10 +274,13 @@ def format_job(job: bytes) -> str:
 
 
 def parse_job(text: str) -> bytes:
-    """Parse a whole job id; ValueError if malformed."""
+    """Parse a whole job id; ValueError for anything but the one spelling that `format_job` gives it."""
     from base64 import b32decode
 
-    return b32decode(text.upper() + "=" * (-len(text) % 8))
+    job = b32decode(text.upper() + "=" * (-len(text) % 8))
+    if len(job) != JOB_ID_BYTES or format_job(job) != text:
+        raise ValueError("not a job id")
+    return job
 
 
 def placement_request(
@@ -602,10 +606,9 @@ def check_array(array: ArrayPlace) -> None:
 
 
 def _check_checkpointing(checkpointing: Checkpointing) -> None:
-    parts = checkpointing.directory.split("/")
-    if any(part in {"", ".", ".."} for part in parts):  # empty also before a / at the start
+    if not is_inside(checkpointing.directory):
         raise SpecError(
-            f"checkpoint directory {checkpointing.directory!r} must be a plain path inside the working directory"
+            f"checkpoint directory {checkpointing.directory[:80]!r} must be a plain path inside the working directory"
         )
     if not 0 <= checkpointing.replicas <= 16 or not 1 <= checkpointing.keep <= 1000:
         raise SpecError("replicas must be 0 to 16 and keep 1 to 1000")

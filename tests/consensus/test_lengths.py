@@ -60,6 +60,8 @@ def unbounded(info: Any, path: str = "") -> Iterator[str]:
                 yield from unbounded(one, path)
         case inspect.StrType() | inspect.BytesType():
             yield from [path] * (info.max_length is None)
+        case inspect.FloatType():
+            yield from [path] * (info.ge is None or info.lt is None)  # such a field holds neither NaN nor infinity
         case inspect.VarTupleType() | inspect.ListType() | inspect.SetType() | inspect.FrozenSetType():
             yield from [path] * (info.max_length is None)
             yield from unbounded(info.item_type, path)
@@ -79,13 +81,23 @@ def test_every_field_from_a_peer_is_bounded(name: str) -> None:
 def test_unbounded_fields_are_found() -> None:
     class Inner(msgspec.Struct):
         names: dict[str, tuple[bytes, ...]]
+        grace_s: float
 
     class Outer(msgspec.Struct):
         pairs: tuple[tuple[int, str], ...]
         inner: Inner | None
         fits: list[int] | None = None
 
-    found = [".pairs", ".pairs", ".inner:.names", ".inner:.names", ".inner:.names", ".inner:.names", ".fits:"]
+    found = [
+        ".pairs",
+        ".pairs",
+        ".inner:.names",
+        ".inner:.names",
+        ".inner:.names",
+        ".inner:.names",
+        ".inner:.grace_s",
+        ".fits:",
+    ]
     assert list(unbounded(inspect.type_info(Outer))) == found
 
 

@@ -1,6 +1,7 @@
 """Decoders of job messages, with valid and with hostile bytes."""
 
 import contextlib
+import math
 
 import msgspec
 import pytest
@@ -17,13 +18,16 @@ from mesh.consensus.messages import (
     AnyMessage,
     Cancel,
     Closed,
+    Dismiss,
     EventReport,
+    MemberLeaving,
     MessageError,
     Prepare,
     PreVote,
     Promised,
     Refused,
     Released,
+    RunGranted,
     Start,
     StartAnswer,
     cost_of,
@@ -78,6 +82,15 @@ def test_group_of_too_many_is_malformed() -> None:
             data = encode_message(Accept(JOB, 2, 1, group, JobRecord(), None))
             with pytest.raises(MessageError) if refused else contextlib.nullcontext():
                 decode_message(data)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, -math.inf, 1e300])
+def test_impossible_time_is_malformed(seconds: float) -> None:
+    refused = Refused(JOB, 3, DISK, 2, 4, None, seconds, needs_spec=False, finished=False)
+    leaving = MemberLeaving(JOB, 3, seconds, "its owner wants it back")
+    for message in (refused, leaving, Dismiss(JOB, 3, seconds, "it is over"), RunGranted(JOB, 3, 1, seconds)):
+        with pytest.raises(MessageError):
+            decode_message(encode_message(message))
 
 
 @pytest.mark.parametrize(

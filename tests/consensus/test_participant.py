@@ -53,7 +53,7 @@ from mesh.consensus.reports import GuestStarted
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer
 from mesh.consensus.witness import Witness
-from mesh.model.record import FIRST_TERM, Attempt, Config, JobRecord, Outcome, Voter
+from mesh.model.record import AHEAD_MS, FIRST_TERM, Attempt, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import JobSpec, SpecError
 from placement.preemption import YIELDS, YIELDS_S
 from tests.consensus.worlds import (
@@ -704,6 +704,18 @@ def test_end_that_others_report_is_believed_by_a_majority() -> None:
     assert not node.witnesses[JOB].finished
     node.receive(C, report, at(1))
     assert node.witnesses[JOB].finished and node.witnesses[JOB].witness_record.record == ended
+
+
+def test_end_that_is_not_yet_is_refused() -> None:
+    """It would be told, and stay in memory, until then."""
+    node = make_participant()
+    introduce(node)
+    for unix_ms, refusals in ((1_000 + AHEAD_MS + 1, 1), (1_000 + AHEAD_MS, 0)):
+        ended = JobRecord(version=2, outcome=Outcome("done", "done", 0, None, (), unix_ms))
+        before = node.refused
+        node.receive(B, Accept(job=JOB, term=1, round=2, config=GROUP, record=ended, holder=None), at(1))
+        assert node.refused - before == refusals
+        assert (node.witnesses[JOB].witness_record.record == ended) != refusals
 
 
 def test_witness_that_missed_the_end_learns_it_from_one_other() -> None:

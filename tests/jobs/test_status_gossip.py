@@ -12,7 +12,7 @@ from mesh.consensus.status import JobStatus, encode_status
 from mesh.jobs.job_table import OWN, JobTable
 from mesh.jobs.own_status import OwnStatus
 from mesh.jobs.status_gossip import MOST_PUBLISHED, RECOVERED, StatusGossip, speaks_for
-from mesh.model.record import Config, Outcome
+from mesh.model.record import AHEAD_MS, Config, Outcome
 from mesh.model.spec import format_job
 from tests.consensus.worlds import JOB, A, B, C, voters
 
@@ -89,6 +89,16 @@ def test_section_is_on_the_job_table_while_it_lasts() -> None:
     assert not world.table.all() and not world.gossip._sections
 
 
+def test_end_that_is_not_yet_is_not_believed() -> None:
+    world, section, now_ms = World(), f"jobs/{format_job(JOB)}", time.time_ns() // 1_000_000
+    ended = Outcome("done", "done", 0, None, (), now_ms + AHEAD_MS + 60_000)
+    world.tells(B, section, view(state="done", rank=(1, 1, 0, 0), outcome=ended))
+    assert not world.table.all()
+    ended = msgspec.structs.replace(ended, ended_unix_ms=now_ms + AHEAD_MS - 60_000)
+    world.tells(B, section, view(state="done", rank=(1, 1, 0, 0), outcome=ended))
+    assert world.views() == 1
+
+
 def test_own_section_is_not_taken_for_the_word_of_another_node() -> None:
     world, section = World(), f"jobs/{format_job(JOB)}"
     world.table.update(OWN, JOB, view(state="running"))
@@ -118,6 +128,7 @@ def test_order_to_recover_a_job_is_published_once_and_read_from_each_node() -> N
     world.gossip.publish_recovery(OTHER, bytes(MAX_BODY_BYTES + 1))
     assert world.published[1:] == [(section, b"a later one")]
     world.sections |= {(B, section): b"another", (C, section): b"a later one", (C, RECOVERED + "no job"): b"nonsense"}
+    world.sections[C, section.upper().replace("RECOVERED", "recovered")] = b"one more for the same job"
     assert world.gossip.recoveries() == {JOB: [b"a later one", b"another"]}
 
 

@@ -25,6 +25,7 @@ from mesh.model.spec import (
     encode_spec,
     format_job,
     job_id,
+    parse_job,
     waiting_place,
 )
 from placement.queue import MAX_PRIORITY
@@ -41,6 +42,16 @@ def test_spec_round_trips_and_its_id_is_its_content() -> None:
     assert job_id(encode_spec(spec)) != job_id(encode_spec(make_spec(env={"SEED": "8"}, gpus=2)))
     text = format_job(job_id(encode_spec(spec)))
     assert len(text) == 26 and text == text.lower() and "=" not in text
+
+
+def test_job_id_has_one_spelling() -> None:
+    """Regression: its last character has two bits that no id uses."""
+    text = format_job(JOB)
+    assert parse_job(text) == JOB
+    last = "abcdefghijklmnopqrstuvwxyz234567".index(text[-1])
+    for other in (text.upper(), text + "======", text[:-1] + "abcdefghijklmnopqrstuvwxyz234567"[last + 1], text[:24]):
+        with pytest.raises(ValueError):
+            parse_job(other)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +159,9 @@ def test_damaged_spec_raises_or_decodes_to_a_valid_spec(data: st.DataObject) -> 
         ({"checkpointing": Checkpointing(directory="/etc")}, "checkpoint directory"),
         ({"checkpointing": Checkpointing(directory="../up")}, "checkpoint directory"),
         ({"checkpointing": Checkpointing(directory="")}, "checkpoint directory"),
+        ({"checkpointing": Checkpointing(directory="a\0b")}, "checkpoint directory"),
+        ({"checkpointing": Checkpointing(directory="a/" + "x" * 256)}, "checkpoint directory"),
+        ({"checkpointing": Checkpointing(directory="/".join(["x" * 250] * 5))}, "checkpoint directory"),
         ({"checkpointing": Checkpointing(replicas=99)}, "replicas"),
         ({"checkpointing": Checkpointing(keep=0)}, "keep"),
         ({"checkpointing": Checkpointing(stable_s=0.0)}, "stable"),
@@ -190,6 +204,7 @@ def test_damaged_spec_raises_or_decodes_to_a_valid_spec(data: st.DataObject) -> 
             "leave out --ckpt and --nodes",
         ),
         ({"uv": UvProject("../train.py")}, "inside the working directory"),
+        ({"uv": UvProject("a\0b.py")}, "inside the working directory"),
         ({"uv": UvProject(), "image": "x", "checkpointing": Checkpointing(mode="system")}, "saves no environment"),
         ({"home": HomePolicy("first"), "checkpointing": None}, "start over at home"),
         ({"home": HomePolicy("first"), "checkpointing": Checkpointing(), "most_nodes": 2}, "has no home"),
