@@ -460,9 +460,8 @@ class Store(ObjectStore):
         places = ((identity, self.index.find(identity)) for identity in self.index.with_bases(known)[0])
         return tuple(identity for identity, where in places if where is not None and where.base is None)
 
-    def receive(self, max_bytes: int, user: str | None = None) -> Receiver:
-        """Begin to receive up to `max_bytes` from a peer, for a job of `user` (None: the node's own)."""
-        foreign = user is not None and user != self.user
+    def receive(self, max_bytes: int, foreign: bool = False) -> Receiver:
+        """Begin to receive up to `max_bytes` from a peer, for a job of another user if `foreign`."""
         self.check_quota(0, foreign)
         with self.disk_errors():
             return Receiver(self, max_bytes, foreign)

@@ -401,7 +401,7 @@ class Replicator:
         if wanted:
             size = await asyncio.to_thread(self._store.stream_size, wanted)
             frames = await asyncio.to_thread(self._store.stream, wanted)
-            path = f"/v1/chunks?of={whole.user.encode().hex()}"
+            path = f"/v1/chunks?of={whole.user.encode().hex()}&job={whole.job.hex()}"
             async with asyncio.timeout(COPY_TIMEOUT_S + size / self._peers.wire.least_bps):
                 cargo, broken = Cargo(whole.kind, peer, whole.job, size), list[StoreError]()
                 try:
@@ -423,7 +423,7 @@ class Replicator:
                 self.bandwidth.record(peer, cargo.size, now - begun, lane.held, now)
 
     async def _pull(self, request: Request, have: tuple[bytes, ...], user: str) -> Pulled:
-        receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes(request.ids), user)
+        receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes(request.ids), user != self._store.user)
         body = encode_chunk_request(ChunkRequest(request.ids, have))
         return await pulled(self._peers, request, "/v1/chunks/frames", body, receiver)
 

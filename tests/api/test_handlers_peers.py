@@ -134,9 +134,42 @@ async def test_members_that_drip_their_uploads_keep_no_other_out(
         over.set()
         await asyncio.gather(*calls, return_exceptions=True)
     await server.close()
-    assert theirs.missing(saved.manifest.chunks) == []
+    assert theirs.missing(saved.manifest.chunks) == [] and theirs.foreign_bytes() > 0
     ours.close()
     theirs.close()
+
+
+async def test_member_evades_no_quota_by_the_name_of_the_nodes_user(tmp_path: Path) -> None:
+    """A lender brings home what it runs, and may not fill the store with anything else."""
+    own, stranger, job = b"o" * 32, b"s" * 32, b"j" * 16
+    runs: list[tuple[bytes, bytes, bytes]] = []  # a job, its runner and the key of its user, as its witnesses say
+
+    async def read_by_runner(asked: bytes, node: bytes) -> Any:
+        found = [key for known, runner, key in runs if (known, runner) == (asked, node)]
+        return SimpleNamespace(user_key=found[0]) if found else None
+
+    receiver: Any = Receiver()
+    handlers = receiver.handlers
+    handlers._store = store = open_store(tmp_path / "store")
+    store.user = "ada"
+    handlers._membership = SimpleNamespace(credentials=SimpleNamespace(user_key=own))
+    receiver.handlers._jobs.vouching = SimpleNamespace(read_by_runner=read_by_runner)
+
+    async def is_own(user: str, key: bytes, **query: str) -> bool:
+        request: Any = SimpleNamespace(query={"of": user.encode().hex(), **query})
+        caller: Any = SimpleNamespace(node_id=ME, user_key=key)
+        return bool(await handlers._is_own(request, caller))
+
+    assert await is_own("ada", own) and not await is_own("eve", own)
+    assert not await is_own("ada", stranger) and not await is_own("ada", stranger, job=job.hex())
+    runs.append((job, ME, stranger))
+    assert not await is_own("ada", stranger, job=job.hex()), "it runs a job of another user"
+    runs[0] = (job, ME, own)
+    assert await is_own("ada", stranger, job=job.hex()) and not await is_own("ada", stranger)
+    assert not await is_own("ada", stranger, job="00")
+    with pytest.raises(web.HTTPBadRequest):
+        await is_own("ada", stranger, job="no job")
+    store.close()
 
 
 async def test_manifests_are_worked_on_in_turn_even_for_members_that_leave() -> None:

@@ -256,7 +256,7 @@ def test_working_directories_of_one_user_are_bounded(tmp_path: Path, monkeypatch
 
     def send(user: str, size: int = 20_000) -> None:
         sealed = ours.sealed_manifest(identity := upload(ours, tmp_path, user, size))
-        receiver = theirs.receive(10**9, user)
+        receiver = theirs.receive(10**9, user != theirs.user)
         for piece in stream(ours, theirs, identity):
             receiver.feed(piece)
         receiver.finish()
@@ -282,7 +282,7 @@ def test_manifests_of_working_directories_count_and_shared_chunks_count_once(
     ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
     theirs.user, theirs.foreign_quota_bytes = "eve", WORKDIR_SHARE * 100_000
     saved = ours.manifest(upload(ours, tmp_path, "mallory", 40_000))
-    receiver = theirs.receive(10**9, "mallory")
+    receiver = theirs.receive(10**9, foreign=True)
     for piece in ours.stream(saved.chunks):
         receiver.feed(piece)
     receiver.finish()

@@ -262,7 +262,7 @@ async def test_stream_that_breaks_while_it_closes_leaves_nothing(tmp_path: Path)
         raise ConnectionResetError
 
     peers: Any = SimpleNamespace(stream=stream, wire=SimpleNamespace(taking=nullcontext))
-    receiver = ours.receive(1 << 20, "")
+    receiver = ours.receive(1 << 20)
     with pytest.raises(ConnectionResetError):
         await parallel_fetch.pulled(peers, Request(OTHER, tuple(chunks)), "", b"", receiver)
     assert receiver.arrived and not ours.incoming and not list(ours.tmp.iterdir())

@@ -46,7 +46,7 @@ from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import Refused, SubmissionRetry
 from mesh.jobs.vouching import Refused as NotVouched
 from mesh.journal import Journal
-from mesh.model.spec import SpecError
+from mesh.model.spec import JOB_ID_BYTES, SpecError
 from mesh.rpc.departed import departed
 from mesh.rpc.memory import Memory
 from mesh.rpc.pacing import Wire
@@ -183,13 +183,10 @@ class PeerHandlers:
 
     async def _put_chunks(self, request: web.Request) -> web.Response:
         credentials, _ = await self._admit(request)
-        try:
-            user = bytes.fromhex(request.query.get("of", "")).decode()
-        except ValueError as error:
-            raise web.HTTPBadRequest(text="not a user's name") from error
+        own = await self._is_own(request, credentials)
         try:
             async with self._uploads.hold(credentials.node_id, UPLOAD_BYTES, request.transport) as held:
-                receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes([b""] * MAX_IDS), user)
+                receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes([b""] * MAX_IDS), not own)
                 with self._wire.taking(request.transport):
                     await received(request.content, receiver)
                 held.waits = False  # but for this node's disk
@@ -202,6 +199,24 @@ class PeerHandlers:
         except TimeoutError as error:
             raise web.HTTPRequestTimeout(text=f"nothing came for {IDLE_S:g} s") from error
         return web.Response(text=str(new))
+
+    async def _is_own(self, request: web.Request, caller: Credentials) -> bool:
+        """Tell whether chunks are for a job of this node's user: a node of that user says so, or the job's runner.
+
+        Others could evade the quota for the data of other users' jobs by a false name.
+        """
+        try:
+            user = bytes.fromhex(request.query.get("of", "")).decode()
+            job = bytes.fromhex(request.query.get("job", ""))
+        except ValueError as error:
+            raise web.HTTPBadRequest(text="not a user's name and a job") from error
+        if user != self._store.user:
+            return False
+        user_key = self._membership.credentials.user_key
+        if is_user(caller, user_key):
+            return True
+        spec = await self._jobs.vouching.read_by_runner(job, caller.node_id) if len(job) == JOB_ID_BYTES else None
+        return spec is not None and spec.user_key == user_key
 
     async def _frames(self, request: web.Request) -> web.StreamResponse:
         credentials, body = await self._admit(request)
