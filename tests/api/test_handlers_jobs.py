@@ -9,6 +9,7 @@ import pytest
 
 from mesh.api.handlers import jobs as module
 from mesh.api.handlers.jobs import JobHandlers
+from mesh.api.handlers.lookup import JobLookup
 from mesh.api.queries import JobsQuery
 from mesh.api.requests import MigrateOrder
 from mesh.util.errors import ExitCode, MeshError
@@ -52,6 +53,9 @@ class Lab:
         async def find_own(text: str) -> Any:
             return self.found[0]
 
+        async def runner_of(job: bytes) -> bytes | None:
+            return None if self.found[0].outcome else self.found[0].runner
+
         async def check_owner(one: Any) -> None:
             self.steps.append(("owner", one.job))
 
@@ -62,6 +66,8 @@ class Lab:
             find_own=find_own,
             check_owner=check_owner,
             spec_of=spec_of,
+            runner_of=runner_of,
+            seen_by=lambda runner, status: status,
             restore=restore,
             statuses=lambda: {one.job: one for one in self.found},
         )
@@ -129,6 +135,23 @@ async def test_job_moves_to_the_named_the_standby_or_the_best_node() -> None:
         lab = Lab(status(standby=standby))
         told = await lab.handlers.migrate("j", order)
         assert lab.steps == [("migrate", JOB, "ada", HERE, wanted)] and (told.to, told.attempt) == (to, 2)
+
+
+async def test_job_moves_by_the_word_of_its_witnesses_and_its_runner() -> None:
+    """Any member can publish that the job is over, or that it runs there, and that it may go nowhere."""
+    lab = Lab(status(outcome="done", runner=SPARE, attempts=(), rank=(1, 9, 9, 0)))
+    views = {HERE: status(rank=(0, 1, 3, 2)), THERE: status(rank=(0, 1, 2, 0)), SPARE: lab.found[0]}
+    jobs: Any = SimpleNamespace(job_table=SimpleNamespace(views_by_node=lambda job: views))
+    none: Any = None
+
+    async def runner_of(job: bytes) -> bytes:
+        return HERE
+
+    lab.lookup.runner_of, lab.lookup.seen_by = runner_of, JobLookup(b"me", none, none, none, jobs, none).seen_by
+    told = await lab.handlers.migrate("j", MigrateOrder())
+    assert lab.steps == [("migrate", JOB, "ada", HERE, None)] and told.attempt == 2
+    views[b""], lab.lookup.seen_by = views.pop(HERE), JobLookup(HERE, none, none, none, jobs, none).seen_by
+    assert (await lab.handlers.migrate("j", MigrateOrder())).attempt == 2, "it runs here"
 
 
 @pytest.mark.parametrize(

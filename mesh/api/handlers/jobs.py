@@ -222,8 +222,10 @@ class JobHandlers:
         """Ask the job's runner to move it; MeshError if no other node, or not the named one, could take it now."""
         status = await self._lookup.find_own(text)
         name = format_job(status.job)[:8]
+        runner = await self._lookup.runner_of(status.job)
+        status = self._lookup.seen_by(runner, status) if runner is not None else status
         last = status.attempts[-1] if status.attempts else None
-        if status.outcome is not None or status.runner is None or last is None or not last.running_unix_ms:
+        if runner is None or last is None or not last.running_unix_ms:
             raise MeshError(f"job {name} does not run now (it is {status.state}): `mesh why {name}` says more")
         spec = await self._lookup.spec_of(status)
         if spec.checkpointing is None and not order.force:
@@ -231,20 +233,20 @@ class JobHandlers:
                 f"job {name} has no checkpoints (--ckpt), so it would start over; --force moves it all the same"
             )
         target = find_node(self._membership, order.to) if order.to else None
-        if target is not None and target.node_id == status.runner:
+        if target is not None and target.node_id == runner:
             raise MeshError(f"job {name} runs on {target.nick} already")
         wanted = target.node_id if target is not None else None
         now_ms = time.time_ns() // 1_000_000
         request = attempt_request(status.job, spec, last.number + 1, status.attempts, now_ms, wanted, status.commit)
         view = self._jobs.mesh_view
         ranking = view.hierarchy().rank(request, view.adverts())
-        others = [candidate for candidate in ranking.candidates if candidate.node != status.runner]
+        others = [candidate for candidate in ranking.candidates if candidate.node != runner]
         if target is not None and target.node_id not in {candidate.node for candidate in others}:
             reasons = [r.reasons for r in ranking.refused if r.node == target.node_id] or [("offers nothing",)]
             raise MeshError(f"{target.nick} cannot take job {name}: {'; '.join(reasons[0])}", ExitCode.IMPOSSIBLE)
         if not others:
             raise MeshError(f"no other node could take job {name} now: `mesh why {name}` says why", ExitCode.IMPOSSIBLE)
-        self._jobs.migrate(status.job, self._lookup.user, status.runner, wanted)
+        self._jobs.migrate(status.job, self._lookup.user, runner, wanted)
         standby = next((one for one in others if target is None and one.node == status.standby), others[0])
         return schemas.jobs.Migrating(job=format_job(status.job), attempt=last.number, from_=last.nick, to=standby.nick)
 

@@ -22,9 +22,10 @@ from membership.node import MembershipNode
 from mesh.checkpoints.keys import NoKey
 from mesh.checkpoints.replicator import FetchError
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
-from mesh.consensus.status import JobStatus
+from mesh.consensus.status import JobStatus, best_of
 from mesh.jobs.authority import is_user
 from mesh.jobs.awaited_ends import one_stated
+from mesh.jobs.job_table import OWN
 from mesh.jobs.service import JobService
 from mesh.journal import Journal
 from mesh.model.events import Event
@@ -257,6 +258,13 @@ class JobLookup:
         if not any(view.runner is not None and view.outcome is None for view in views):
             return None
         return await self._jobs.vouching.runner_of(job)
+
+    def seen_by(self, runner: NodeId, status: JobStatus) -> JobStatus:
+        """Return what a job's runner and its witnesses say of it, if they do: any member can publish another status."""
+        views = self._jobs.job_table.views_by_node(status.job)
+        own = views.get(OWN if runner == self.me else runner)
+        able = {OWN, runner, *own.witnesses} if own is not None else set[bytes]()
+        return best_of([view for node, view in views.items() if node in able] or [status])
 
     def own_record(self, job: bytes) -> WitnessRecord | None:
         """Return this node's witness record of the job."""
