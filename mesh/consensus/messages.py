@@ -97,7 +97,10 @@ class Accepted(Message, frozen=True, tag="accepted"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """A refusal: a higher term was promised, a lease still runs (`lease_left_s`), or the receiver needs the job's spec."""
+    """A refusal: a higher term was promised, a lease still runs (`lease_left_s`), or the receiver needs the job's spec.
+
+    `problem`: the receiver becomes no witness of the job, for this reason.
+    """
 
     term: Number
     disk: Id
@@ -109,6 +112,7 @@ class Refused(Message, frozen=True, tag="refused"):
     finished: bool
     accepted_term: Number = 0
     record: JobRecord | None = None
+    problem: Text = ""
 
 
 class Introduce(Message, frozen=True, tag="introduce"):

@@ -73,6 +73,7 @@ JUDGED_S, JUDGED_KEPT = (
     30.0,
     4096,
 )  # between judgements of one order to recover a job, which take a signature (own choice)
+UNANSWERED = "no majority of its witnesses answered"
 STILL_ENDING = "an earlier attempt is still ending here"
 OWNER_BYTES = 8  # attempts of one term on one node differ
 SUBMIT_WITHIN_S = 10.0  # until the submission counts as unanswered
@@ -109,9 +110,11 @@ class Rules(msgspec.Struct, frozen=True):
     fits_without: Callable[[bytes, bytes, JobSpec], bool] = lambda *asked: True
 
 
-# What this node keeps in memory of the jobs of one user that it witnesses, by their descriptions as signed; the least that one
-# counts as; and the share that is left to groups which this node was asked to join (own choice).
+# What this node keeps in memory of the jobs of one user that it witnesses, by their records with the descriptions as signed; the
+# least that one counts as; and the share that is left to groups which this node was asked to join, and to records that grow (own
+# choice).
 OF_A_USER_BYTES, LEAST_BYTES, JOINED = 256 * 2**20, 8 * 1024, 2
+FULL = "it keeps as many records of jobs of this user as it can, until some have been over for a day; `mesh cancel` ends jobs"
 
 
 class _Submission:
@@ -119,6 +122,7 @@ class _Submission:
         self.proposer = proposer
         self.give_up_at = give_up_at
         self.tokens = TimerTokens()
+        self.problem = ""  # why a witness does not take the job
         self.have_it: set[Voter] = set()  # under any term: a witness acts at once
 
     @property
@@ -145,6 +149,7 @@ class Participant:
         self.members: dict[bytes, GangMember] = {}
         self.refused = 0  # messages that no correct peer sends
         self._of_users = Counter[bytes]()  # bytes of the jobs that this node witnesses, by the key of their user
+        self._sizes: dict[bytes, int] = {}  # bytes of each
         self._submissions: dict[bytes, _Submission] = {}
         self._yielded: dict[str, list[float]] = {}  # when guests left for jobs of a user that have not come yet
         self._first_terms: set[bytes] = set()  # jobs submitted in this run that nobody has been asked to start
@@ -199,16 +204,32 @@ class Participant:
 
     def _keep(self, witness: Witness) -> None:
         self.witnesses[witness.witness_record.job] = witness
-        self._of_users[witness.spec.user_key] += _bytes_of(witness.witness_record.spec)
+        self._count(witness)
+
+    def _count(self, witness: Witness) -> None:
+        record, user = witness.witness_record, witness.spec.user_key
+        size = max(LEAST_BYTES, len(msgspec.msgpack.encode(record)))
+        self._of_users[user] += size - self._sizes.get(record.job, 0)
+        self._sizes[record.job] = size
 
     def _forget(self, job: bytes) -> None:
         witness = self.witnesses.pop(job, None)
         if witness is not None:
-            self._of_users[witness.spec.user_key] -= _bytes_of(witness.witness_record.spec)
+            self._of_users[witness.spec.user_key] -= self._sizes.pop(job)
 
     def _has_room(self, spec: JobSpec, sealed: bytes, share: int = 1) -> bool:
         """Tell whether this node may witness one more job of a user: memory and journal are for all users."""
-        return self._of_users[spec.user_key] + _bytes_of(sealed) <= share * OF_A_USER_BYTES
+        return self._of_users[spec.user_key] + max(LEAST_BYTES, len(sealed)) <= share * OF_A_USER_BYTES
+
+    def _may_grow(self, message: AnyMessage) -> bool:
+        """Tell whether a record may change as a message says: not to more, once those of its user take too much."""
+        witness = self.witnesses.get(message.job)
+        if witness is None or self._of_users[witness.spec.user_key] < JOINED * OF_A_USER_BYTES:
+            return True
+        known = witness.witness_record
+        record, config = getattr(message, "record", None), getattr(message, "config", None)
+        larger = record is not None and len(msgspec.msgpack.encode(record)) > len(msgspec.msgpack.encode(known.record))
+        return not larger and config in {None, known.config} and not getattr(message, "reconfiguration", None)
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
         """Propose the job's empty record to its witnesses; `Submitted` answers."""
@@ -279,7 +300,8 @@ class Participant:
     def receive(self, sender: bytes, message: AnyMessage, at: Instant) -> list[Directed]:
         job = message.job
         record: JobRecord | None = getattr(message, "record", None)
-        if record is not None and record.outcome is not None and record.outcome.is_ahead(at.unix_ms):
+        ahead = record is not None and record.outcome is not None and record.outcome.is_ahead(at.unix_ms)
+        if ahead or not self._may_grow(message):
             self.refused += 1
             return []
         match message:
@@ -342,7 +364,7 @@ class Participant:
         if role == "submitter" and submission is not None and submission.tokens.is_current(timer):
             if at.now >= submission.give_up_at:
                 del self._submissions[job]
-                return self._from(job, "submitter", [Submitted("no majority of its witnesses answered")])
+                return self._from(job, "submitter", [Submitted(submission.problem or UNANSWERED)])
             return self._resubmit(job, at)
         return []
 
@@ -379,7 +401,8 @@ class Participant:
                 return []
             if not self._has_room(spec, message.spec, JOINED if message.config.number else 1):
                 self.refused += 1
-                return []
+                refusal = msgspec.structs.replace(unknown_job(message, disk), needs_spec=False, problem=FULL)
+                return self._from(job, "witness", [Send(sender, refusal)])
             witness = Witness.created(message, message.spec, spec, disk)
             if not self._may_propose(sender, message, witness, created=True):
                 return []
@@ -483,7 +506,7 @@ class Participant:
             self.refused += 1
             return Introduced(message.job, disk, shortened(str(error)))
         if message.job not in self.witnesses and not self._has_room(spec, message.spec):
-            return Introduced(message.job, disk, "it witnesses as many jobs of this user as it can")
+            return Introduced(message.job, disk, FULL)
         return Introduced(message.job, disk)
 
     def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed]:
@@ -637,14 +660,18 @@ class Participant:
     def _on_answer(self, sender: bytes, message: Accepted | Refused, at: Instant) -> list[Directed]:
         job = message.job
         out: list[Directed] = []
+        submission = self._submissions.get(job)
+        asked = submission is not None and submission.proposer.asks(sender)
+        if isinstance(message, Refused) and message.problem:
+            if submission is not None and asked:
+                submission.problem = f"a witness does not take it: {shortened(message.problem)}"
+            return []
         witness = self.witnesses.get(job)
         if isinstance(message, Refused) and message.finished and message.record is not None and witness is not None:
             closed = Closed(job=job, term=message.accepted_term, record=message.record)
             out += self._from(job, "witness", witness.handle(sender, closed, at.now))
         if isinstance(message, Refused) and message.config is not None and witness is not None:
             out += self._from(job, "witness", self._lead(sender, message.config, witness, at))
-        submission = self._submissions.get(job)
-        asked = submission is not None and submission.proposer.asks(sender)
         if submission is not None and asked and message.term == submission.proposer.term:
             out += self._on_submission_answer(job, submission, sender, message, at)
         leader, runner = self.leaders.get(job), self.runners.get(job)
@@ -718,6 +745,8 @@ class Participant:
     def _from(self, job: bytes, role: Role, effects: Sequence[Effect]) -> list[Directed]:
         if any(isinstance(effect, Ended) for effect in effects):
             (self.members if role == "member" else self.runners).pop(job, None)
+        if job in self.witnesses and any(isinstance(effect, SaveWitnessRecord) for effect in effects):
+            self._count(self.witnesses[job])
         return [Directed(job, role, effect) for effect in effects]
 
 
@@ -739,7 +768,3 @@ def on_member_report(member: GangMember, event: RunnerEvent, at: Instant) -> lis
         case ClockStood():
             return member.clock_stood(at)
     return []
-
-
-def _bytes_of(sealed: bytes) -> int:
-    return max(len(sealed), LEAST_BYTES)

@@ -16,6 +16,7 @@ import msgspec
 from membership.identity import NodeId, short_id
 from membership.malformed import MALFORMED
 from membership.node import MembershipNode
+from mesh.consensus.participant import UNANSWERED
 from mesh.consensus.submission_retry import (
     Around,
     Entrust,
@@ -92,7 +93,7 @@ class SubmissionRetry:
             return job, ""
         submission = await self._keep(pending_submission(job, sealed, spec))
         await self._entrust(submission, line(submission, self._me, self._around()))
-        return job, self.describe(job)
+        return job, self.describe(job) if problem == UNANSWERED else f"{problem}; it is submitted again for a day"
 
     def describe(self, job: bytes) -> str:
         """Describe which node retries the job, as far as this node knows; empty if its witnesses have it."""

@@ -48,7 +48,7 @@ from mesh.consensus.messages import (
     decode_message,
     encode_message,
 )
-from mesh.consensus.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules
+from mesh.consensus.participant import FULL, SUBMIT_WITHIN_S, Directed, Participant, Rules
 from mesh.consensus.reports import GuestStarted
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer
@@ -132,7 +132,7 @@ def test_jobs_of_one_user_take_a_bounded_place_at_a_witness(monkeypatch: pytest.
         return answer.problem  # type: ignore[union-attr]
 
     assert problem(1) == "" and taken(1) and taken(2) and problem(2) == ""
-    assert not taken(3) and node.refused == 1 and "as many jobs of this user" in problem(3)
+    assert not taken(3) and node.refused == 1 and problem(3) == FULL
     assert taken(4, spec=URGENT), "another user's"
     assert taken(3, group=1) and taken(5, group=1), "who was introduced before gets in"
     assert not taken(6, group=1)
@@ -144,6 +144,25 @@ def test_jobs_of_one_user_take_a_bounded_place_at_a_witness(monkeypatch: pytest.
     once = node.witnesses[bytes([6]) * 16]
     node.restore(once, at(0))
     assert node._of_users[once.spec.user_key] == 2 * module.LEAST_BYTES
+
+
+def test_record_of_a_user_whose_jobs_take_too_much_grows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner writes what it likes into the record of its job, and a message holds a megabyte."""
+    monkeypatch.setattr(module, "OF_A_USER_BYTES", 2 * module.LEAST_BYTES)
+    node = make_participant()
+    introduce(node)
+
+    def says(version: int, reason: str, group: Config = GROUP) -> bool:
+        record = JobRecord(version=version, attempts=(Attempt(0, D, "d", 1, 5, reason=reason),))
+        accept = Accept(job=JOB, term=1, round=version, config=group, record=record, holder=None)
+        return bool(messages(node.receive(B, accept, at(1)), Accepted))
+
+    assert says(1, "x" * 30_000) and says(2, "x" * 60_000)
+    user = make_spec().user_key
+    assert node._of_users[user] > module.JOINED * module.OF_A_USER_BYTES
+    assert not says(3, "x" * 60_001) and node.refused == 1
+    assert not says(3, "", msgspec.structs.replace(GROUP, number=1)), "groups take room, too"
+    assert says(4, "x" * 100) and node._of_users[user] == module.LEAST_BYTES and says(5, "x" * 30_000)
 
 
 def test_witness_asks_who_may_propose() -> None:
@@ -326,7 +345,12 @@ def test_submission_succeeds_when_a_witness_reports_a_won_term_or_an_end(known: 
     assert submitter.receive(B, known, at(1)) == [Directed(JOB, "submitter", Submitted(None))]
 
 
-def test_unanswered_submission_fails_with_a_reason() -> None:
+@pytest.mark.parametrize(
+    ("answering", "why"),
+    [(None, "no majority of its witnesses answered"), (E, "no majority of its witnesses answered"), (B, FULL)],
+    ids=["nobody", "stranger", "witness"],
+)
+def test_unanswered_submission_fails_with_a_reason(answering: bytes | None, why: str) -> None:
     submitter = make_participant(A)
     out = submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
     timer = next(item.effect for item in out if isinstance(item, Directed) and not isinstance(item.effect, Send))
@@ -334,8 +358,12 @@ def test_unanswered_submission_fails_with_a_reason() -> None:
     assert len(messages(again, Accept)) == 3, "the submission is sent again"
     assert submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(1)) == [], "an old timer"  # type: ignore[union-attr]
     timer = next(item.effect for item in again if isinstance(item, Directed) and not isinstance(item.effect, Send))
+    if answering is not None:
+        full = msgspec.structs.replace(refused(0), problem=FULL)
+        assert submitter.receive(answering, full, at(2)) == [] and not submitter._submissions[JOB].have_it
     last = submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(SUBMIT_WITHIN_S))  # type: ignore[union-attr]
-    assert last == [Directed(JOB, "submitter", Submitted("no majority of its witnesses answered"))]
+    reason = f"a witness does not take it: {why}" if answering == B else why
+    assert last == [Directed(JOB, "submitter", Submitted(reason))]
 
 
 def test_leases_held_here_end_when_the_clock_has_stood_still() -> None:

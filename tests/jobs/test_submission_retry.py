@@ -99,6 +99,11 @@ async def test_kept_submission_survives_a_restart(mesh: Mesh) -> None:
     assert again.held_by_node() == {}
 
 
+async def test_user_is_told_why_a_witness_does_not_take_a_job(mesh: Mesh) -> None:
+    mesh.problem = "a witness does not take it: it is full"
+    assert await mesh.keeper(A).submit(FRESH) == (JOB, f"{mesh.problem}; it is submitted again for a day")
+
+
 async def test_keeper_refuses_forged_old_and_too_many_submissions(mesh: Mesh) -> None:
     with pytest.raises(SpecError):
         await mesh.keeper(D).take(A, JOB, b"forged")
