@@ -20,6 +20,7 @@ import msgspec
 from ckptstore.bandwidth import PEERS, SavedRate
 from membership.malformed import MALFORMED
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
+from mesh.consensus.participant import LEAST_BYTES
 from mesh.consensus.status import ArchivedJob
 from mesh.model.events import Event
 from mesh.model.spec import format_job
@@ -46,6 +47,11 @@ CREATE TABLE IF NOT EXISTS archive (
     summary BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS archive_names ON archive (name);
+CREATE TABLE IF NOT EXISTS archived_of (
+    job BLOB PRIMARY KEY, user_key BLOB NOT NULL, created_ms INTEGER NOT NULL, bytes INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS archived_users ON archived_of (user_key, created_ms);
+CREATE TABLE IF NOT EXISTS dropped (user_key BLOB PRIMARY KEY, until_ms INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS ended (job BLOB PRIMARY KEY, heard_ms INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS workdirs (
     workdir BLOB NOT NULL, job BLOB NOT NULL, over_ms INTEGER, PRIMARY KEY (workdir, job)
@@ -80,6 +86,10 @@ _KEEP_STAY = "INSERT OR REPLACE INTO stays VALUES (?, ?, ?)"
 _KEEP_DEPARTURE = "INSERT INTO departures (covered) VALUES (?)"
 _KEEP_PATH = "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?, ?)"
 _ARCHIVE = "INSERT OR REPLACE INTO archive VALUES (?, ?, ?, ?, ?, ?)"
+_ARCHIVE_OF = (
+    "INSERT OR REPLACE INTO archived_of SELECT job, ?, ?, max(?, length(record)) FROM witness_records WHERE job = ?"
+)
+_OF_A_JOB = ("witness_records", "archive", "archived_of", "shares", "secrets_shares")  # tables with a row of each job
 _KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
 
 T = TypeVar("T")
@@ -166,18 +176,42 @@ class Journal:
 
     async def archive(self, jobs: Sequence[ArchivedJob]) -> None:
         """Archive these finished jobs: their witness records are not read at a start any more (`jobs/archive.py`)."""
-        rows = [
-            (
-                job.job,
-                format_job(job.job),
-                format_job(job.array.array) if job.array is not None else "",
-                job.name,
-                job.ended_unix_ms,
-                msgspec.msgpack.encode(job),
-            )
-            for job in jobs
-        ]
-        await self._write(_ARCHIVE, *rows)
+        rows: list[Row] = []
+        for job in jobs:
+            array = format_job(job.array.array) if job.array is not None else ""
+            summary = msgspec.msgpack.encode(job)
+            rows.append((_ARCHIVE, (job.job, format_job(job.job), array, job.name, job.ended_unix_ms, summary)))
+            rows.append((_ARCHIVE_OF, (job.user_key, job.created_unix_ms, LEAST_BYTES, job.job)))
+        await self._write_all(rows)
+
+    async def drop_archived(
+        self, user_key: bytes, among: Collection[bytes], most_bytes: int
+    ) -> tuple[int, list[bytes]]:
+        """Delete the archived jobs of a user that are too many: the first that were created, of those `among` these.
+
+        Return them, and until which time of creation (Unix milliseconds) a job of this user may have been deleted.
+        """
+        query = "SELECT job, created_ms, bytes FROM archived_of JOIN archive USING (job) WHERE user_key = ?"
+
+        def drop() -> tuple[int, list[bytes]]:
+            over, total, until_ms = list[bytes](), 0, 0
+            for job, created_ms, size in self._db.execute(f"{query} ORDER BY created_ms DESC", [user_key]).fetchall():
+                total += size
+                if total > most_bytes and job in among:
+                    until_ms = max(until_ms, created_ms)
+                    over.append(job)
+            return until_ms, over
+
+        until_ms, over = await self._do(drop)
+        if over:
+            rows: list[Row] = [(f"DELETE FROM {table} WHERE job = ?", (job,)) for table in _OF_A_JOB for job in over]
+            known = "ON CONFLICT (user_key) DO UPDATE SET until_ms = max(until_ms, excluded.until_ms)"
+            await self._write_all([*rows, (f"INSERT INTO dropped VALUES (?, ?) {known}", (user_key, until_ms))])
+        return until_ms, over
+
+    async def dropped(self) -> dict[bytes, int]:
+        """Return, by the keys of users, until which time of creation a job may have been deleted from the archive."""
+        return dict(await self._do(lambda: self._db.execute("SELECT user_key, until_ms FROM dropped").fetchall()))
 
     async def archived(self) -> list[ArchivedJob]:
         """Return the summaries of all archived jobs."""

@@ -115,6 +115,7 @@ class Rules(msgspec.Struct, frozen=True):
 # choice).
 OF_A_USER_BYTES, LEAST_BYTES, JOINED = 256 * 2**20, 8 * 1024, 2
 FULL = "it keeps as many records of jobs of this user as it can, until some have been over for a day; `mesh cancel` ends jobs"
+GONE = "it has deleted later jobs of this user, which were over, for want of room: submit the job again"
 
 
 class _Submission:
@@ -134,7 +135,8 @@ class Participant:
     """`disk` names this node's journal.
 
     Jobs in `forgotten` have a witness record that cannot be read; those in `archived` have one that is not in memory, and the
-    shell restores it before it passes on a message for them.
+    shell restores it before it passes on a message for them. `dropped`: until which time of creation (Unix milliseconds) jobs
+    of a user, by their key, may be over and deleted; none of them is taken on again.
     """
 
     def __init__(self, me: bytes, disk: bytes, nick: str, rules: Rules, rng: Random) -> None:
@@ -142,6 +144,7 @@ class Participant:
         self.disk = disk
         self.forgotten: set[bytes] = set()
         self.archived: set[bytes] = set()
+        self.dropped: dict[bytes, int] = {}
         self.nick = nick
         self.witnesses: dict[bytes, Witness] = {}
         self.leaders: dict[bytes, Leader] = {}
@@ -202,6 +205,12 @@ class Participant:
         self._led.pop(job, None)
         self.archived.add(job)
 
+    def drop(self, user_key: bytes, until_ms: int, jobs: Sequence[bytes]) -> None:
+        """Forget archived jobs of a user, created until then, which are not on disk any more."""
+        if jobs:
+            self.archived.difference_update(jobs)
+            self.dropped[user_key] = max(until_ms, self.dropped.get(user_key, 0))
+
     def _keep(self, witness: Witness) -> None:
         self.witnesses[witness.witness_record.job] = witness
         self._count(witness)
@@ -217,9 +226,11 @@ class Participant:
         if witness is not None:
             self._of_users[witness.spec.user_key] -= self._sizes.pop(job)
 
-    def _has_room(self, spec: JobSpec, sealed: bytes, share: int = 1) -> bool:
-        """Tell whether this node may witness one more job of a user: memory and journal are for all users."""
-        return self._of_users[spec.user_key] + max(LEAST_BYTES, len(sealed)) <= share * OF_A_USER_BYTES
+    def _no_room(self, spec: JobSpec, sealed: bytes, share: int = 1) -> str:
+        """Return why this node may not witness one more job of a user: memory and journal are for all users."""
+        if spec.created_unix_ms <= self.dropped.get(spec.user_key, -1):
+            return GONE
+        return FULL if self._of_users[spec.user_key] + max(LEAST_BYTES, len(sealed)) > share * OF_A_USER_BYTES else ""
 
     def _may_grow(self, message: AnyMessage) -> bool:
         """Tell whether a record may change as a message says: not to more, once those of its user take too much."""
@@ -399,9 +410,10 @@ class Participant:
             except SpecError:
                 self.refused += 1
                 return []
-            if not self._has_room(spec, message.spec, JOINED if message.config.number else 1):
+            problem = self._no_room(spec, message.spec, JOINED if message.config.number else 1)
+            if problem:
                 self.refused += 1
-                refusal = msgspec.structs.replace(unknown_job(message, disk), needs_spec=False, problem=FULL)
+                refusal = msgspec.structs.replace(unknown_job(message, disk), needs_spec=False, problem=problem)
                 return self._from(job, "witness", [Send(sender, refusal)])
             witness = Witness.created(message, message.spec, spec, disk)
             if not self._may_propose(sender, message, witness, created=True):
@@ -505,9 +517,8 @@ class Participant:
         except SpecError as error:
             self.refused += 1
             return Introduced(message.job, disk, shortened(str(error)))
-        if message.job not in self.witnesses and not self._has_room(spec, message.spec):
-            return Introduced(message.job, disk, FULL)
-        return Introduced(message.job, disk)
+        known = message.job in self.witnesses
+        return Introduced(message.job, disk, "" if known else self._no_room(spec, message.spec))
 
     def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed]:
         job = message.job

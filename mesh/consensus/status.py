@@ -124,7 +124,9 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
 
 
 class ArchivedJob(msgspec.Struct, frozen=True):
-    """The summary of an archived job that stays in memory. `used`: seconds times per cent of a GPU, in total."""
+    """The summary of an archived job that stays in memory. `used`: seconds times per cent of a GPU, in total. `user_key` and
+    `created_unix_ms`: by its signed description; empty if an earlier release has archived it.
+    """
 
     job: bytes
     name: str
@@ -133,6 +135,8 @@ class ArchivedJob(msgspec.Struct, frozen=True):
     kind: OutcomeKind
     ended_unix_ms: int
     used: int
+    user_key: bytes = b""
+    created_unix_ms: int = 0
 
 
 def archived(status: JobStatus) -> ArchivedJob:

@@ -1,7 +1,8 @@
 """Archive: finished jobs that are on disk only, and return to memory when somebody asks for them or sends a message about them.
 
 A witness never forgets how a job ended (invariant J5), but it need not keep the record in memory. It keeps the newest finished
-jobs and those still gossiped; of the others it keeps the id, the outcome and the usage.
+jobs and those still gossiped; of the others it keeps the id, the outcome and the usage. Of one user it archives a bounded number
+of bytes, the jobs that were created last: it takes on no job that may be one of those that it has deleted.
 """
 
 import asyncio
@@ -9,9 +10,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
+import msgspec
+
 from mesh.consensus.effects import WitnessRecord
-from mesh.consensus.participant import Participant
-from mesh.consensus.status import JobStatus, archived, status_of
+from mesh.consensus.participant import OF_A_USER_BYTES, Participant
+from mesh.consensus.status import ArchivedJob, JobStatus, archived, status_of
 from mesh.consensus.witness import Witness
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.status_gossip import ENDED_TOLD_S
@@ -47,6 +50,7 @@ class Archive:
         self._taking = asyncio.Lock()  # restoring a record twice would lose what happened in between
 
     async def restore(self) -> None:
+        self._participant.dropped = await self._journal.dropped()
         for job in await self._journal.archived():
             self._participant.archived.add(job.job)
             self._job_table.archive(job)
@@ -73,7 +77,7 @@ class Archive:
 
     async def archive_old(self, busy: Collection[bytes], now_unix: float) -> None:
         """Archive jobs that ended more than a day ago, except the newest and those that are `busy` here; arrays as a whole."""
-        jobs = [archived(status) for group in self._old(busy, now_unix) for status in group]
+        jobs = [self._summary(status) for group in self._old(busy, now_unix) for status in group]
         if jobs:
             await self._journal.archive(jobs)
         for job in jobs:
@@ -81,6 +85,15 @@ class Archive:
                 self._participant.archive(job.job)
                 self._job_table.archive(job)
                 self._archived(job.job)
+        for user_key in {job.user_key for job in jobs}:
+            async with self._taking:
+                among = frozenset(self._participant.archived)
+                until_ms, gone = await self._journal.drop_archived(user_key, among, OF_A_USER_BYTES)
+                self._participant.drop(user_key, until_ms, gone)
+
+    def _summary(self, status: JobStatus) -> ArchivedJob:
+        spec = self._participant.witnesses[status.job].spec
+        return msgspec.structs.replace(archived(status), user_key=spec.user_key, created_unix_ms=spec.created_unix_ms)
 
     def _old(self, busy: Collection[bytes], now_unix: float) -> Iterator[list[JobStatus]]:
         now = time.monotonic()

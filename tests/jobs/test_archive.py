@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from mesh.consensus.effects import Send, WitnessRecord
-from mesh.consensus.messages import Accept, Refused
-from mesh.consensus.participant import Directed, Participant, Rules
+from mesh.consensus.messages import Accept, Introduce, Refused
+from mesh.consensus.participant import GONE, LEAST_BYTES, Directed, Participant, Rules
 from mesh.consensus.status import status_of
 from mesh.consensus.witness import Witness
 from mesh.jobs import archive as past_module
@@ -107,6 +107,53 @@ async def test_archive_takes_only_the_oldest_finished_jobs(node: Node) -> None:
     assert {witness_record.job for witness_record in witness_records} == {number(1), number(6), number(7)}, (
         "a restart reads only these records"
     )
+
+
+async def test_archive_of_one_user_is_bounded_and_takes_no_deleted_job_again(
+    node: Node, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may end any number of jobs; and whoever has the description of one may submit it again."""
+    monkeypatch.setattr(past_module, "OF_A_USER_BYTES", 2 * LEAST_BYTES)
+    for count in range(5):
+        await node.has(number(count), LONG_AGO - count, created_unix_ms=1_000 * (1 + count))
+        await journal.save_shares(number(count), [b"a share"])
+    await node.has(number(5), LONG_AGO - 10, user="eve", created_unix_ms=1)
+    for count in (8, 9):  # the newest, which stay in memory
+        await node.has(number(count), NOW)
+    await node.archive.archive_old((), NOW)
+    kept = {number(3), number(4), number(5)}
+    assert node.participant.archived == kept == {job.job for job in await journal.archived()}
+    assert {record.job for record in await journal.archived_witness_records(map(number, range(6)))} == kept
+    assert await journal.shares() == {number(3): [b"a share"], number(4): [b"a share"]}
+    again = Node(journal)
+    again.specs = node.specs
+    await again.archive.restore()
+    for one in (node, again):
+        (refusal,) = one.accept(number(2), SPEC_BYTES)
+        assert isinstance(refusal, Refused) and refusal.problem == GONE and number(2) not in one.participant.witnesses
+        one.specs[number(6)] = make_spec(created_unix_ms=3_001)
+        one.accept(number(6), SPEC_BYTES)
+        assert number(6) in one.participant.witnesses
+        asked = Introduce(job=number(1), spec=SPEC_BYTES)
+        (answer,) = one.participant.receive(B, asked, at(NOW))
+        assert answer.effect.message.problem == GONE  # type: ignore[union-attr]
+
+
+async def test_job_in_memory_is_not_deleted_from_the_archive(
+    node: Node, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(past_module, "OF_A_USER_BYTES", 2 * LEAST_BYTES)
+    for count in range(2):
+        await node.has(number(count), created_unix_ms=1_000 + count)
+    for count in (8, 9):
+        await node.has(number(count), NOW)
+    await node.archive.archive_old((), NOW)
+    await node.archive.take_out([number(0)])
+    for count in (2, 3):
+        await node.has(number(count), created_unix_ms=1_000 + count)
+    await node.archive.archive_old((), NOW)
+    assert node.participant.archived == {number(2), number(3)} and number(0) in node.participant.witnesses
+    assert [record.job for record in await journal.archived_witness_records([number(0), number(1)])] == [number(0)]
 
 
 async def test_archive_leaves_the_newest_jobs_in_memory_whatever_their_age(node: Node) -> None:
