@@ -71,6 +71,7 @@ class Leader:
         self._term = 0
         self._seen_term = 0
         self._pre_votes: set[Voter] = set()
+        self._replaced: set[Voter] = set()  # voters that know a later group without this node
         self._leased: set[Voter] = set()  # voters that refused this round because of a lease
         self._introduced: set[Voter] = set()  # voters that got the job in this round; some cannot read it
         self._retry_s = RETRY_S
@@ -232,7 +233,7 @@ class Leader:
         """Ask whether a term could be won, before any witness promises one (Raft's pre-vote, Ongaro 2014, section 9.6)."""
         self.state = "asking"
         self._proposer = None
-        self._pre_votes, self._leased, self._introduced = set(), set(), set()
+        self._pre_votes, self._replaced, self._leased, self._introduced = set(), set(), set(), set()
         self._term = max(self.witness.witness_record.promised, self._seen_term, self._term) + 1
         sends = [Send(node, self._asking(PreVote)) for node in self.witness.witness_record.config.nodes]
         return [*sends, self._timer("answer", at.now + ANSWER_S)]
@@ -282,7 +283,9 @@ class Leader:
         known = self.witness.witness_record.config
         newer = not replaced and message.config is not None and message.config.order > known.order
         if newer and self.view is not None and self.view.me not in message.config.nodes:  # type: ignore[union-attr]
-            return self.stand_down()
+            known.count(self._replaced, Voter(sender, message.disk))
+            if not known.quorum(set(known.everyone) - self._replaced):  # one witness may lie about it
+                return self.stand_down()
         if self._proposer is not None and self.state in {"waiting", "finishing"}:
             answer = self._proposer.on_refused(sender, message)
             if isinstance(answer, Fenced):

@@ -20,7 +20,7 @@ from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
 from mesh.consensus.effects import Effect, RunUntil, WitnessRecord
 from mesh.consensus.gang import Gang, GangMember
 from mesh.consensus.leader import Leader
-from mesh.consensus.messages import Accept, Accepted, RunGranted
+from mesh.consensus.messages import Accept, Accepted, AnyMessage, Prepare, PreVote, Refused, RunGranted
 from mesh.consensus.participant import Directed, Participant
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant
@@ -154,6 +154,37 @@ def test_guests_keep_their_lease_on_a_slow_partitioned_network(seed: int) -> Non
     world = checked(seed, faults=SLOW)
     world.run()
     assert world.commits > 0
+
+
+@pytest.mark.parametrize("seed", [0, 9])
+def test_jobs_end_beside_a_witness_that_denies_their_group(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells every leader that a later group has replaced them, and leads nothing itself."""
+    hear, send, lies = JobNode.handle_message, JobNode.send, Counter[bytes]()
+
+    def denies(node: JobNode, job: bytes) -> WitnessRecord | None:
+        witness = node.participant.witnesses.get(job) if node is node.world.nodes[0] else None
+        known = witness.witness_record if witness is not None and not witness.finished else None
+        return known if known is not None and len(known.config.members) > 2 else None
+
+    def lie(self: JobNode, sender: bytes, message: AnyMessage) -> None:
+        known = denies(self, message.job) if isinstance(message, PreVote | Prepare) and sender != self.id else None
+        if known is None:
+            hear(self, sender, message)
+            return
+        assert isinstance(message, PreVote | Prepare)
+        others = tuple(voter for voter in known.config.members if voter.node != sender)
+        later = Config(known.config.number + 1, known.config.term + 1, others)
+        facts = {"needs_spec": False, "finished": False}
+        self.send(sender, Refused(message.job, message.term, self.disk.name, 0, known.promised, later, 0.0, **facts))
+        lies[sender] += 1
+
+    def lead_nothing(self: JobNode, to: bytes, message: AnyMessage) -> None:
+        if not isinstance(message, PreVote | Prepare) or denies(self, message.job) is None:
+            send(self, to, message)
+
+    monkeypatch.setattr(JobNode, "handle_message", lie)
+    monkeypatch.setattr(JobNode, "send", lead_nothing)
+    assert play(seed)[0] == "" and lies
 
 
 GANGS = MeshPlan(gangs=1.0)
