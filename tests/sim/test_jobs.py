@@ -22,6 +22,7 @@ from mesh.consensus.gang import Gang, GangMember
 from mesh.consensus.leader import Leader
 from mesh.consensus.messages import Accept, Accepted, AnyMessage, Prepare, PreVote, Refused, RunGranted
 from mesh.consensus.participant import Directed, Participant
+from mesh.consensus.reports import GuestExited
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
@@ -474,10 +475,11 @@ class TestNegativeControls:
         assert found(lambda seed: JobsWorld(seed, job_checkers=[ResumesFromCommit()])).startswith("lost work")
 
     def test_no_last_save_at_a_notice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def hasty(self: Runner, changed: Effect, at: Instant) -> list[Effect]:
-            return [changed, *self._conclude(at)]
+        def hasty(self: Runner, event: GuestExited, at: Instant) -> list[Effect]:
+            self._exited, self.state = event, "saving"
+            return self._conclude(at)
 
-        monkeypatch.setattr(Runner, "_save_or_conclude", hasty)
+        monkeypatch.setattr(Runner, "_on_exit", hasty)
         assert found(checked).startswith("departure")
 
     def test_commit_called_settled_before_any_witness_has_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
