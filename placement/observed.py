@@ -28,7 +28,7 @@ class Observed:
         """Record the nodes that are lent now; `now` is seconds of any clock."""
         for node in self._since.keys() - lent:
             lengths = self._lengths.setdefault(node, deque(maxlen=KEPT))
-            lengths.append(max(0.0, now - self._since.pop(node)))
+            lengths.append(now - self._since.pop(node))
         for node in lent - self._since.keys():
             self._since[node] = now
 

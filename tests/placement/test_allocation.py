@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.advert import WHOLE, Gpu, Portion, decode_advert, encode_advert
-from placement.allocation import FreeGpus, all_free, allocate, gpu_percent, release, subtract
+from placement.allocation import FreeGpus, all_free, allocate, gpu_percent, release, reserve, subtract
 from placement.decision import decide
+from placement.preemption import RunningJob, without_job
 from placement.queue import Queue, Waiting
 from placement.ranking import rank_nodes
 from placement.request import Request
@@ -46,6 +47,10 @@ def test_share_takes_fitting_gpu_with_least_left() -> None:
     assert uuids(allocate(share(30, 6_000, gpus=2), GPUS, free)) == "ba", "of several GPUs, different ones"
     level = tuple(Portion(uuid, 50, 10_000) for uuid in "ba")
     assert uuids(allocate(share(10, 10), GPUS, level)) == "a"
+    assert uuids(allocate(share(10, 10), GPUS, (Portion("a", 60, 10_000), Portion("b", 50, 70_000)))) == "b", (
+        "time is scarcer than memory"
+    )
+    assert uuids(allocate(share(10, 10), GPUS, (Portion("a", 50, 70_000), Portion("b", 50, 10_000)))) == "b"
 
 
 def test_request_for_whole_gpu_refuses_used_gpus() -> None:
@@ -58,6 +63,20 @@ def test_gpu_with_time_but_no_memory_left_fits_no_request() -> None:
     assert free == (Portion("a", 60, 0),) and allocate(share(1, 1), GPUS, free) == ()
     assert release(GPUS, free, (Portion("a", 40, 80_000),)) == all_free(GPUS[:1])
     assert subtract(free, (Portion("a", 60, 0),)) == ()
+
+
+def test_memory_of_a_gpu_without_time_left_is_not_lost() -> None:
+    halves = (Portion("a", 50, 10_000), Portion("a", 50, 20_000))
+    free = subtract(subtract(all_free(GPUS[:1]), halves[:1]), halves[1:])
+    assert free == (Portion("a", 0, 50_000),) and allocate(share(1, 1), GPUS, free) == ()
+    assert release(GPUS, free, halves[:1]) == (Portion("a", 50, 60_000),)
+
+
+def test_more_than_a_whole_gpu_or_slot_is_neither_given_back_nor_taken() -> None:
+    assert release(GPUS, (Portion("a", 70, 70_000),), (Portion("a", 60, 20_000),)) == all_free(GPUS[:1])
+    full = make_advert(A, slots=1, slots_free=0)
+    assert reserve(full, request(gpus=0)).slots_free == 0
+    assert without_job(make_advert(A, slots=1, slots_free=1), RunningJob(b"job", A, 50, 0, True)).slots_free == 1
 
 
 def test_release_never_exceeds_whole_gpu() -> None:

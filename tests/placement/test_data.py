@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from placement.advert import MAX_WEIGHT
 from placement.filters import missing_mib, refusals
-from placement.ranking import MOST_LOST, fetch_s, rank_nodes, with_data
+from placement.ranking import fetch_s, rank_nodes, with_data
 from placement.request import Request, WantedData
 from tests.consensus.worlds import A, B, make_advert
 
@@ -19,9 +19,12 @@ def test_weight_falls_with_missing_bytes_down_to_a_bound() -> None:
     lacks, has = make_advert(A), replace(make_advert(B), data_ids=(ID,))
     weights = [with_data(MAX_WEIGHT, asked(mib), lacks) for mib in (0, 10_000, 100_000, 10**6, 2**31 - 1)]
     assert weights[0] == MAX_WEIGHT and weights == sorted(weights, reverse=True) and weights[2] < MAX_WEIGHT
-    assert weights[-1] == MAX_WEIGHT - MAX_WEIGHT // MOST_LOST
+    assert weights[-1] == MAX_WEIGHT - MAX_WEIGHT // 8
     assert with_data(MAX_WEIGHT, asked(10**6), has) == MAX_WEIGHT and with_data(1, asked(10**6), lacks) == 1
     assert (missing_mib(asked(5), lacks), missing_mib(asked(5), has)) == (5, 0)
+    several = (WantedData("one", ID, 5), WantedData("two", b"t" * 8, 7), WantedData("three", b"u" * 8, 9))
+    wanted = Request(b"job", 0, "ada", data=(*several, WantedData("a directory", mib=11)))
+    assert (missing_mib(wanted, lacks), missing_mib(wanted, has)) == (21, 16), "a directory is not fetched"
 
 
 def test_node_that_has_measured_its_fetches_loses_weight_by_that_speed() -> None:

@@ -16,6 +16,7 @@ def seen(lengths: list[float], age: float = 0.0) -> Observed:
     observed, now = Observed(), 0.0
     for length in lengths:
         observed.observe({NODE}, now)
+        observed.observe({NODE}, now + length / 2)
         observed.observe(set(), now + length)
         now += length + 60
     observed.observe({NODE}, -age)
@@ -56,6 +57,8 @@ def test_upper_bound_is_wilsons() -> None:
     from statistics import NormalDist
 
     assert upper_bound(0, 10) == pytest.approx(2.326**2 / (10 + 2.326**2))
+    bound = upper_bound(3, 10)
+    assert (bound - 0.3) ** 2 == pytest.approx(2.326**2 * bound * (1 - bound) / 10)
     assert NormalDist().cdf(2.326) == pytest.approx(0.99, abs=1e-4)
 
 
@@ -63,3 +66,13 @@ def test_stay_of_exactly_this_length_counts() -> None:
     assert seen([900.0] * 20).caps(0.0)[NODE][0] == MAX_WEIGHT, "each of them lasted a quarter of an hour"
     assert NODE in seen([600.0] * 20, age=600.0).caps(0.0), "they reached the age of the present one"
     assert upper_bound(0, 1) < 1 == upper_bound(0, 0)
+
+
+def test_age_of_the_present_stay_counts_before_each_horizon() -> None:
+    caps = seen([1000.0] * 20, age=600.0).caps(0.0)[NODE]
+    assert caps[0] <= 14, "none of them lasted another quarter of an hour"
+
+
+def test_last_sixty_four_stays_count() -> None:
+    assert NODE in seen([600.0] * 8 + [100_000.0] * 56).caps(0.0)
+    assert not seen([600.0] * 8 + [100_000.0] * 64).caps(0.0), "older ones are forgotten"

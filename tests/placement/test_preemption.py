@@ -4,7 +4,7 @@ import pytest
 
 from placement.advert import Advert, Gpu, Portion
 from placement.allocation import all_free
-from placement.preemption import MARGIN, MIN_STAY_S, RunningJob, must_yield, victim
+from placement.preemption import RunningJob, must_yield, victim
 from placement.request import Request
 from tests.consensus.worlds import A, B, make_advert
 
@@ -36,9 +36,9 @@ def test_victim_is_least_important_then_youngest() -> None:
 @pytest.mark.parametrize(
     "spared",
     [
-        running_job("near", priority=51 - MARGIN),
+        running_job("near", priority=31),
         running_job("leaves", leaves=True),
-        running_job("new", since_unix=int(NOW) - MIN_STAY_S + 1),
+        running_job("new", since_unix=int(NOW) - 119),
         running_job("unsaved", saves=False),
         running_job("elsewhere", node=b"unknown"),
     ],
@@ -76,6 +76,6 @@ def test_must_yield_compares_priorities() -> None:
 
 
 def test_margin_and_stay_hold_to_the_point_and_the_second() -> None:
-    low, new = running_job("low", priority=50 - MARGIN), running_job("new", since_unix=int(NOW) - MIN_STAY_S)
+    low, new = running_job("low", priority=30), running_job("new", since_unix=int(NOW) - 120)
     assert must_yield(50, low, NOW) and not must_yield(49, low, NOW)
-    assert must_yield(MARGIN + new.priority, new, NOW)
+    assert must_yield(30, new, NOW)

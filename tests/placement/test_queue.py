@@ -6,19 +6,7 @@ from hypothesis import strategies as st
 
 from placement.advert import WHOLE, Advert, Gpu, Portion
 from placement.allocation import all_free, gpu_percent
-from placement.queue import (
-    AGE_POINT_S,
-    FAIR_POINTS,
-    HALF_LIFE_S,
-    IDLE_MAX_S,
-    IDLE_S,
-    LET_PASS_S,
-    MAX_PRIORITY,
-    Patience,
-    Queue,
-    Waiting,
-    decayed,
-)
+from placement.queue import MAX_PRIORITY, Patience, Queue, Waiting, decayed, fair_points, mean_of
 from placement.request import Request
 from tests.consensus.worlds import A, B, C, make_advert
 
@@ -65,15 +53,29 @@ def test_queue_puts_user_with_less_usage_first() -> None:
 
 
 def test_waiting_job_overtakes_any_priority() -> None:
-    worst = waiting("worst", user="bob", priority=0, waited_s=(MAX_PRIORITY + FAIR_POINTS + 1) * AGE_POINT_S)
-    best = waiting("best", user="ada", priority=MAX_PRIORITY)
-    assert order(best, worst, usage={"bob": 10**9, "ada": 0}) == ["worst", "best"]
+    best = waiting("best", priority=MAX_PRIORITY)
+    for waited_s, first in (((100 * 10 - 1) * 60, "best"), (100 * 10 * 60, "worst")):
+        worst = waiting("worst", priority=0, waited_s=waited_s)
+        assert order(best, worst)[0] == first, "ten minutes count as much as a point of priority"
+    assert order(waiting("ahead", waited_s=-7200), waiting("now"))[0] == "now"
+    assert order(waiting("ahead", priority=51, waited_s=-7200), waiting("now"))[0] == "ahead", (
+        "a clock that is ahead costs a job no points"
+    )
+
+
+def test_user_without_usage_leads_by_up_to_twenty_points() -> None:
+    assert [fair_points(used, 100) for used in (0, 100, 300, 10**9)] == [20, 10, 5, 0]
+    assert mean_of({"ada": 0, "bob": 300, "eve": 0}) == 100 and mean_of({}) == mean_of({"ada": 0}) == 1
+    for priority, first in ((65, "modest"), (66, "greedy")):
+        greedy = waiting("greedy", user="bob", priority=priority)
+        assert order(greedy, waiting("modest", waited_s=5), usage={"bob": 300, "ada": 0, "eve": 0})[0] == first
 
 
 def test_usage_decays_by_halves() -> None:
     four, slot, share = gpu_percent(4, WHOLE), gpu_percent(0, WHOLE), gpu_percent(2, 15)
-    assert decayed(1000, four, 0) == 400_000 and decayed(1000, four, HALF_LIFE_S) == 200_000
-    assert decayed(1000, slot, 2 * HALF_LIFE_S) == 25_000 and decayed(1000, share, 0) == 30_000
+    week_s = 7 * 24 * 3600
+    assert decayed(1000, four, week_s - 1) == 400_000 and decayed(1000, four, week_s) == 200_000
+    assert decayed(1000, slot, 2 * week_s) == 25_000 and decayed(1000, share, 0) == 30_000
     assert decayed(1000, slot, -5) == 100_000, "the time is from a clock that is ahead"
 
 
@@ -87,6 +89,31 @@ def test_left_for_subtracts_places_of_jobs_ahead() -> None:
     assert len(left(mine, others, slots(A, 1), slots(B, 1), slots(C, 1))) == 1
 
 
+def test_places_of_the_jobs_behind_are_left() -> None:
+    mine, behind = waiting("mine"), [waiting("behind", priority=1)]
+    assert left(mine, behind, slots(A, 1), slots(B, 1)) == [A, B], "it takes any of them"
+    queue = Queue([mine, waiting("first", priority=60)], {}, [slots(A, 1), slots(B, 1)], NOW)
+    offers = [offer for node in (A, B) for offer in queue.left_for(mine, [slots(node, 1)])]
+    assert [offer.node for offer in offers] == [A, B] and sum(offer.slots_free for offer in offers) == 1, (
+        "of those asked"
+    )
+
+
+def test_place_reserved_for_an_earlier_attempt_is_the_jobs_own() -> None:
+    earlier, mine = waiting("mine", waited_s=9), waiting("mine")
+    queue = Queue([earlier], {}, [slots(A, 1)], NOW)
+    assert [offer.slots_free for offer in queue.left_for(mine, [slots(A, 1)])] == [1]
+
+
+def test_gpus_of_a_node_without_slots_are_reserved() -> None:
+    gpus = (Gpu("one", "A100", 80_000), Gpu("two", "A100", 80_000))
+    advert = make_advert(A, gpus=gpus, free_portions=all_free(gpus), slots=1, slots_free=0)
+    ahead, mine = [waiting(name, priority=60, gpus=1) for name in ("first", "second")], waiting("mine", gpus=1)
+    for jobs, free in ((ahead[:1], 1), (ahead, 0)):
+        (offer,) = Queue([*jobs, mine], {}, [advert], NOW).left_for(mine, [advert])
+        assert offer.whole_gpus_free == free
+
+
 def test_job_without_a_fitting_place_blocks_no_other_job() -> None:
     mine = waiting("mine")
     for hopeless in (waiting("zone", priority=100, zone="atlantis"), waiting("gpus", priority=100, gpus=8)):
@@ -96,6 +123,8 @@ def test_job_without_a_fitting_place_blocks_no_other_job() -> None:
 def test_gang_without_enough_nodes_takes_no_place_from_a_job_on_one() -> None:
     gang, single, mine = waiting("gang", priority=90, nodes=2), waiting("single", priority=80), waiting("mine")
     assert left(mine, [gang, single], slots(A, 1)) == [], "the gang fits nowhere, and the other job of its kind does"
+    assert left(mine, [gang], slots(A, 1)) == [A], "and nothing is reserved of the gang's places until all are free"
+    assert left(mine, [gang], slots(A, 1), slots(B, 1)) == []
 
 
 def test_queue_reserves_single_fitting_gpus() -> None:
@@ -125,17 +154,42 @@ def test_queue_never_reserves_more_than_is_free() -> None:
     assert queue.left_for(mine, [slots(A, 3)])[0].slots_free == 0 and len(queue.kept) == 3
 
 
-def test_patience_marks_job_idle_after_unused_reservation() -> None:
-    patience, place = Patience(), (b"job", A)
-    for now in (0.0, LET_PASS_S):
+def test_job_that_does_not_take_its_place_is_passed_for_twice_as_long_each_time() -> None:
+    patience, place, now = Patience(), (b"job", A), 0.0
+    for idle_s in (120, 240, 480):
+        for waited_s in (0, 20):
+            patience.saw([place], now + waited_s)
+            assert not patience.idle(now + waited_s), "a place is reserved for twenty seconds"
+        now += 20.5
         patience.saw([place], now)
+        patience.saw([place], now + idle_s - 1)
+        assert patience.idle(now + idle_s - 1) == {b"job"} and not patience.idle(now + idle_s)
+        now += idle_s
+        patience.saw([], now)
+    for day in range(1, 12):
+        patience.saw([place], now)
+        patience.saw([place], now + 21)
+        now += 21 + min(86_400, 480 * 2**day)
+        patience.saw([], now)
+        assert patience.idle(now - 1) and not patience.idle(now), "for a day at most"
+    for absent_s, idle_s in ((86_000, 86_400), (86_400, 120)):
+        now += absent_s
         assert not patience.idle(now)
-    patience.saw([place], LET_PASS_S + 1)
-    assert patience.idle(LET_PASS_S + 1) == {b"job"} and not patience.idle(LET_PASS_S + 2 + IDLE_S)
-    patience = Patience()
+        patience.saw([place], now)
+        patience.saw([place], now + 21)
+        now += 21 + idle_s
+        patience.saw([], now)
+        assert patience.idle(now - 1) and not patience.idle(now), "after another day it is a job like any other"
+
+
+def test_reservation_that_was_interrupted_counts_from_its_new_start() -> None:
+    patience, place = Patience(), (b"job", A)
     for now in (0.0, 15.0, 30.0):
         patience.saw([place] if now != 15.0 else [], now)
-    assert not patience.idle(30.0), "an interrupted reservation counts from its new start"
+    assert not patience.idle(30.0)
+
+
+def test_nothing_is_reserved_for_an_idle_job() -> None:
     idle, mine = waiting("idle", priority=90), waiting("mine")
     queue = Queue([idle, mine], {}, [slots(A, 1)], NOW, idle={idle.job})
     assert queue.left_for(mine, [slots(A, 1)])[0].slots_free == 1
@@ -150,7 +204,7 @@ def test_jobs_that_nobody_can_start_leave_the_places_to_others_ever_longer() -> 
         patience.saw(queue.kept, now)
         free_s += 0 if queue.kept else step_s
     assert free_s > all_s / 2
-    assert patience.idle(now) and not patience.idle(now + 2 * IDLE_MAX_S), "and get another chance"
+    assert patience.idle(now) and not patience.idle(now + 2 * 86_400), "and get another chance"
 
 
 jobs = st.lists(
