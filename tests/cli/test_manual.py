@@ -45,3 +45,31 @@ def test_version_includes_known_commit(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "mesh").mkdir()
     (tmp_path / "mesh" / mesh.util.release.COMMIT).write_text("0123456789ab\n")
     assert built_from(tmp_path) == "0123456789ab"
+    for commit, said in (("0123456789ab", f"{VERSION} (0123456789ab)"), ("", VERSION)):
+        monkeypatch.setattr(mesh.util.release, "built_from", lambda root, commit=commit: commit)
+        assert mesh.util.release.release() == said
+
+
+def test_version_of_a_checkout_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        settings = ["-c", "user.name=ada", "-c", "user.email=ada@campus.test", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(["git", *settings, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    git("tag", "-am", "one", "v1")
+    commit = git("rev-parse", "HEAD")[:12]
+    assert built_from(tmp_path) == commit
+    (tmp_path / "file").write_text("two")
+    assert built_from(tmp_path) == f"{commit}-dirty"
+    for error in (FileNotFoundError("git"), subprocess.TimeoutExpired("git", 2)):
+
+        def fails(*asked: object, timeout: float, error: Exception = error, **how: object) -> None:
+            assert timeout == 2
+            raise error
+
+        monkeypatch.setattr(subprocess, "run", fails)
+        assert built_from(tmp_path) == ""

@@ -2,16 +2,18 @@
 
 import subprocess
 import sys
+import threading
 import time
 from contextlib import redirect_stdout
-from io import StringIO
+from io import BufferedWriter, RawIOBase, StringIO, TextIOWrapper
+from typing import Any
 
 import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.cli import output
+from mesh.cli import listing, output, progress
 from mesh.cli.output import table
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path
@@ -214,6 +216,93 @@ def test_progress_reports_slow_operations_only(
             time.sleep(0.05)
             heard = capsys.readouterr().err
     assert heard.startswith("mesh: waiting for the other side ... 2 s")
+
+
+def test_progress_is_reported_when_it_is_new(capsys: pytest.CaptureFixture[str]) -> None:
+    texts, read = iter(["", "one", "one", "", "two"]), threading.Event()
+
+    def next_text() -> str:
+        try:
+            return next(texts)
+        except StopIteration:
+            read.set()
+            return "two"
+
+    assert progress.active == 0
+    with progress.progress(next_text, every_s=0.001, first_s=0.001):
+        assert progress.active == 1 and read.wait(20)
+    assert progress.active == 0
+    assert capsys.readouterr().err == "mesh: one\nmesh: two\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("sent 1.0 of 2.0 MiB", 12),
+        ("sent 0 of 2.0 MiB", 0),
+        ("sent 3 of 2 bytes", 24),
+        ("sent 0 of 0 bytes", None),
+        ("waits", None),
+    ],
+)
+def test_progress_has_a_bar_on_terminals(
+    text: str, full: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress.report(text)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress.report(text)
+    bar = "" if full is None else f"[{'#' * full}{'.' * (24 - full)}] "
+    assert capsys.readouterr().err == f"mesh: {text}\nmesh: {bar}{text}\n"
+
+
+class Raw(RawIOBase):
+    """A file that shows what has reached it."""
+
+    def __init__(self, tty: bool = False) -> None:
+        self.got, self._tty = b"", tty
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._tty
+
+    def write(self, data: Any) -> int:
+        self.got += bytes(data)
+        return len(data)
+
+
+@pytest.mark.parametrize("err", [False, True])
+def test_output_of_a_job_arrives_at_once(err: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, name = Raw(), "stderr" if err else "stdout"
+    monkeypatch.setattr(sys, name, TextIOWrapper(BufferedWriter(raw)))
+    out = output.Output(err=err)
+    out.write(b"50 %\r\x1b[31m")
+    assert raw.got == b"50 %\r\x1b[31m", "a pipe gets the bytes of the job"
+    raw = Raw(tty=True)
+    monkeypatch.setattr(sys, name, TextIOWrapper(BufferedWriter(raw)))
+    out = output.Output(err=err)
+    out.write(b"\x1b[31mred\xc3")
+    assert raw.got == b"\x1b[31mred"
+    out.close()
+    assert raw.got.startswith("\x1b[31mred\ufffd".encode()) and raw.got.endswith(b"\x1b[m")
+
+
+def test_watched_page_arrives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tty in (False, True):
+        raw, seen = Raw(tty), []
+
+        def sleep(seconds: float, raw: Raw = raw, seen: list[bytes] = seen) -> None:
+            seen.append(raw.got)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(sys, "stdout", TextIOWrapper(BufferedWriter(raw)))
+        monkeypatch.setattr(listing.time, "sleep", sleep)
+        with pytest.raises(KeyboardInterrupt):
+            listing.show_answer(lambda: {}, lambda answer: output.say("page"), watch=True, as_json=False)
+        page = b"\x1b[H\x1b[Jpage\n" if tty else b"page\n"
+        assert seen == ([page, page + page] if tty else [page, page])
 
 
 CLEANED_UP = """

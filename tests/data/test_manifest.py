@@ -13,10 +13,6 @@ from membership.records import MAX_BODY_BYTES
 from membership.trust import USER, Credentials, User
 from mesh.data.manifest import (
     BLOCK_BYTES,
-    MAX_ANNOUNCED,
-    MAX_COMING,
-    MAX_READERS,
-    MAX_SEALED,
     DataError,
     DataManifest,
     Held,
@@ -82,9 +78,9 @@ def test_key_of_another_data_set_is_not_named(changes: dict[str, object]) -> Non
         {"root": Link(b"r" * 32, 1 << 30, 5, 1)},
         {"root": Link(b"r" * 32, 100, MAX_BYTES + 1, 1)},
         {"root": Link(b"r" * 32, 100, 5, MAX_ENTRIES + 1)},
-        {"chunk_bytes": 1 << 52},
+        {"chunk_bytes": MAX_BYTES + 1024 * MAX_ENTRIES + 1},
         {"user_key": b"short"},
-        {"readers": tuple(Reader(ADA, "x") for _ in range(MAX_READERS + 1))},
+        {"readers": tuple(Reader(ADA, "x") for _ in range(257))},
         {"readers": (Reader(ADA, "x" * 65),)},
         {"number": -1},
         {"realm": b"r" * 31},
@@ -104,6 +100,8 @@ def test_manifest_may_reach_its_bounds() -> None:
     most = {"chunk_bytes": MAX_BYTES + 1024 * MAX_ENTRIES, "readers": (Reader(EVE, "x" * 64),)}
     manifest = msgspec.structs.replace(GOOD, **most)
     assert decode_manifest(encode_manifest(manifest)) == manifest
+    cache = msgspec.structs.replace(GOOD, cache=True)
+    assert decode_manifest(encode_manifest(cache)) == cache
     removed = msgspec.structs.replace(GOOD, root=None)
     assert decode_manifest(encode_manifest(removed)) == removed and removed.size == removed.tree_bytes == 0
     with pytest.raises(DataError):
@@ -118,9 +116,13 @@ def test_content_is_for_its_owner_its_readers_or_everybody() -> None:
 
 def test_other_bytes_are_refused() -> None:
     more = msgspec.msgpack.encode({**msgspec.to_builtins(GOOD, builtin_types=(bytes,)), "executable": True})
-    for data in (b"", b"\xc0", b"{}", more, bytes(MAX_SEALED + 1)):
+    for data in (b"", b"\xc0", b"{}", more):
         with pytest.raises(DataError):
             decode_manifest(data)
+    with pytest.raises(DataError, match="not a data set's manifest"):
+        decode_manifest(bytes(64 << 10))
+    with pytest.raises(DataError, match="too long"):
+        decode_manifest(bytes((64 << 10) + 1))
     for data in (b"", b"\xc0", b"\x81", msgspec.msgpack.encode({"sets": 5}), msgspec.msgpack.encode({"sets": [[1]]})):
         with pytest.raises(DataError):
             decode_announced(data)
@@ -147,14 +149,28 @@ def test_only_a_node_of_the_owner_signs(made: Change) -> None:
         check_owner(*made())
 
 
+def test_clocks_of_an_owners_nodes_may_differ_by_two_minutes() -> None:
+    for created, taken in ((379, False), (380, True), (2120, True), (2121, False)):
+        manifest = msgspec.structs.replace(GOOD, created_unix=created)
+        if taken:
+            check_owner(manifest, NODE, SIGNER, None)
+            continue
+        with pytest.raises(DataError, match="was not valid when the data set was made"):
+            check_owner(manifest, NODE, SIGNER, None)
+
+
+def test_proof_of_a_key_is_about_the_owner_and_the_name_of_a_data_set() -> None:
+    assert statement((b"k" * 32, "pictures")) == b"data set " + b"k" * 32 + b"pictures", "other nodes check it"
+
+
 def test_announcement_is_bounded() -> None:
     rows = [Held(bytes([n]) * 32, ADA, "ada", f"set{n}", 2**50) for n in range(200)]
     body = encode_announced(rows)
-    assert len(decode_announced(body).sets) == MAX_ANNOUNCED and len(body) <= MAX_BODY_BYTES
-    coming = [bytes([n]) * 32 for n in range(MAX_COMING + 1)]
+    assert len(decode_announced(body).sets) == 96 and len(body) <= MAX_BODY_BYTES
+    coming = [bytes([n]) * 32 for n in range(9)]
     longest = encode_announced([msgspec.structs.replace(row, user="u" * 64, name="n" * 64) for row in rows], coming)
-    assert 16_000 < len(longest) <= MAX_BODY_BYTES and len(decode_announced(longest).sets) < MAX_ANNOUNCED
-    assert decode_announced(longest).coming == tuple(coming[:MAX_COMING])
+    assert 16_000 < len(longest) <= MAX_BODY_BYTES and len(decode_announced(longest).sets) < 96
+    assert decode_announced(longest).coming == tuple(coming[:8])
     for many in (coming, [b"x"]):
         with pytest.raises(DataError):
             decode_announced(msgspec.msgpack.encode({"coming": many}))

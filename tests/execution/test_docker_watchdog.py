@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from mesh.execution.docker import watchdog
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.docker.freeze_lock import FreezeLock
 from mesh.execution.docker.watchdog import Watchdog
-from mesh.execution.guest_registry import LAPSED, GuestRegistry
+from mesh.execution.guest_registry import LAPSED, GuestEntry, GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, KillSwitch
 from mesh.util.boottime import boot_s
 from mesh.util.isolated import isolated
@@ -137,6 +138,86 @@ def test_unpausable_guest_dies_with_lease(tmp_path: Path, bystander: Process, mo
 
     wait_until(ended, "it to be ended")
     assert register.drop("key") == LAPSED, "the daemon learns that the job is not at fault"
+
+
+class Engine:
+    """An engine that answers the watchdog, or does not, and a clock that stands still."""
+
+    def __init__(self, directory: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.status = 99.0, 0  # 0: no answer
+        self.asked: list[tuple[str, float]] = []
+        self.killed: list[GuestEntry] = []
+        self.alarms: list[float] = []
+        self.register = GuestRegistry(directory)
+        self.register.keep("key", entry(engine="docker", container="c", head=bystander))
+        self.leases = watchdog.Leases("", self.register, FreezeLock())
+        monkeypatch.setattr(watchdog, "boot_s", lambda: self.now)
+        monkeypatch.setattr(watchdog, "_call", self._call)
+        monkeypatch.setattr(watchdog, "run", self.killed.extend)
+        monkeypatch.setattr(self.leases, "alarm", SimpleNamespace(clear=lambda: None, set=self.alarms.append))
+
+    def _call(self, place: str, method: str, path: str, timeout_s: float) -> tuple[int, bytes]:
+        self.asked.append((path, timeout_s))
+        if not self.status:
+            raise TimeoutError
+        return self.status, b""
+
+    def enforced(self, now: float, until: float | None = None) -> int:
+        """Enforce the lease at this time; return how many questions the engine got."""
+        self.now, before = now, len(self.asked)
+        if until is not None:
+            self.leases.read(f"until c {until}\n".encode())
+        self.leases.enforce()
+        return len(self.asked) - before
+
+
+@pytest.fixture
+def silent(tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(tmp_path, bystander, monkeypatch)
+
+
+def test_guest_is_killed_after_three_seconds_without_an_answer(silent: Engine) -> None:
+    assert silent.enforced(99.9, until=100.0) == 0 and silent.alarms == [100.0]
+    assert silent.enforced(100.0) == 1 and silent.asked == [("/_ping", 0.5)] and silent.alarms[-1] == 101.0
+    assert silent.enforced(100.4) == 0, "it would carry out each question once it is back"
+    assert [silent.enforced(now) for now in (101.0, 102.0, 102.9)] == [1, 1, 1] and not silent.killed
+    assert silent.enforced(103.0) == 0 and [guest.container for guest in silent.killed] == ["c"]
+    assert silent.register.drop("key") == LAPSED
+
+
+def test_answer_of_an_engine_ends_its_silence(silent: Engine) -> None:
+    silent.enforced(100.0, until=100.0)
+    silent.status = 500
+    assert silent.enforced(102.0) == 2, "it answers that it cannot"
+    silent.status = 0
+    assert [silent.enforced(now) for now in (104.0, 106.9)] == [1, 1] and not silent.killed
+    silent.enforced(107.0)
+    assert silent.killed
+
+
+@pytest.mark.parametrize("status", [204, 304, 404, 409])
+def test_engine_is_asked_once_if_it_answers(silent: Engine, status: int) -> None:
+    silent.status = status
+    assert silent.enforced(100.0, until=100.0) == 2 and silent.asked[1] == ("/containers/c/pause", 1.0)
+    assert silent.enforced(101.0) == 0 and silent.alarms[-1] == math.inf
+    assert silent.enforced(102.0, until=200.0) == 2 and silent.asked[3] == ("/containers/c/unpause", 1.0)
+    assert silent.enforced(103.0) == 0 and silent.alarms[-1] == 200.0 and not silent.killed
+
+
+def test_engine_that_fails_is_asked_again(silent: Engine) -> None:
+    silent.status = 500
+    assert [silent.enforced(now, until=100.0) for now in (100.0, 101.0)] == [2, 2] and silent.alarms[-1] == 102.0
+    silent.status = 204
+    assert [silent.enforced(now) for now in (102.0, 103.0)] == [2, 0] and not silent.killed
+
+
+def test_engine_that_was_silent_is_asked_for_ten_more_seconds(silent: Engine) -> None:
+    """It may carry out an old request when that is wrong."""
+    silent.enforced(100.0, until=100.0)
+    silent.status = 204
+    assert [silent.enforced(now) for now in (101.0, 102.0, 109.9, 110.0, 111.0)] == [2, 2, 2, 2, 0]
+    silent.leases.read(b"gone c\n")
+    assert silent.enforced(112.0) == 0 and silent.alarms[-1] == math.inf
 
 
 async def watchdog_of(watchdog: Watchdog, old: int = 0) -> int:

@@ -94,6 +94,41 @@ def test_crash_during_write_keeps_other_entries(tmp_path: Path, bystander: Proce
     assert list(tmp_path.iterdir()) == []
 
 
+def test_only_the_owners_mark_is_a_kill_and_no_other_user_reads_an_entry(tmp_path: Path) -> None:
+    register = GuestRegistry(tmp_path / "guests")
+    for key in ("one", "two", "three"):
+        register.keep(key, entry())
+    assert register.directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in register.directory.iterdir()} == {0o600}
+    register.mark("one", KILLED)
+    register.mark("two", LAPSED)
+    assert [register.is_killed(key) for key in ("one", "two", "three", "four")] == [True, False, False, False]
+    assert [register.drop(key) for key in ("one", "two", "three")] == [KILLED, LAPSED, ""]
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "beyond"),
+    [
+        ("attempt", 2**63 - 1, 2**63),
+        ("attempt", 0, -1),
+        ("head", [2**31 - 1, 2**63 - 1], [2**31, 5]),
+        ("head", [2, 0], [1, 0]),
+        ("watcher", [2, 0], [2, 2**63]),
+        ("groups", ["/sys/fs/cgroup/campus-mesh/guest-0123456789abcdef"] * 64, ["/a/guest-0123456789abcdef"] * 65),
+        ("job", "x" * 4096, "x" * 4097),
+        ("job", "", 5),
+        ("container", "", "a\0b"),
+        ("head", None, 5),
+        ("head", None, [2.5, 5]),
+        ("head", None, [5]),
+    ],
+)
+def test_bounds_of_an_entry(field: str, most: object, beyond: object) -> None:
+    decode_entry(json.dumps({**asdict(entry()), field: most}).encode())
+    with pytest.raises(BadEntry):
+        decode_entry(json.dumps({**asdict(entry()), field: beyond}).encode())
+
+
 def test_update_that_fails_keeps_the_earlier_entry(
     tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,44 @@ def test_podman_gets_gpus_by_cdi(tmp_path: Path) -> None:
     assert request["Driver"] == "cdi" and request["DeviceIDs"] == ["nvidia.com/gpu=GPU-aa"]
 
 
+def test_container_has_the_fewest_rights() -> None:
+    launch = msgspec.structs.replace(LAUNCH, memory_mib=64, cpus=0.5, pids=7, shm_mib=3)
+    chosen = arguments(launch, {"mine": "yes"}, "none", Traits(init=True), {"Volumes": {"/data": {}, "/mesh/out/": {}}})
+    rights = {
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges"],
+        "privileged": False,
+        "read_only": True,
+        "network_mode": "none",
+        "ipc_mode": "private",
+        "pids_limit": 7,
+        "mem_limit": 64 * MIB,
+        "memswap_limit": 64 * MIB,
+        "nano_cpus": 500_000_000,
+        "shm_size": 3 * MIB,
+        "healthcheck": {"test": ["NONE"]},
+        "device_requests": [],
+        "log_config": {"Type": "none", "Config": {}},
+        "labels": {"mine": "yes", "campus-mesh.job": "j"},
+        "tmpfs": dict.fromkeys(("/tmp", "/data"), "rw,nosuid,nodev,mode=1777,size=1g"),
+        "init": True,
+    }
+    assert {name: chosen[name] for name in rights} == rights
+    assert not chosen.keys() & {"cap_add", "devices", "pid_mode", "userns_mode", "uts_mode", "cgroupns", "volumes_from"}
+    assert {volume["bind"] for volume in chosen["volumes"].values()} == {
+        "/mesh/work",
+        "/mesh/ckpt",
+        "/mesh/out",
+        "/mesh/ctl",
+    }
+    assert not arguments(msgspec.structs.replace(launch, system=True), {}, "none", Traits(init=True))["init"]
+    for user, expected in ((0, "65532:65532"), (1000, "1000:1000")):
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr(os, "getuid", lambda user=user: user)
+            here.setattr(os, "getgid", lambda user=user: user)
+            assert arguments(launch, {}, "none", Traits())["user"] == expected
+
+
 def test_container_makes_no_core_dumps() -> None:
     limit, *_ = arguments(LAUNCH, {}, "none", Traits())["ulimits"]
     assert limit == {"Name": "core", "Soft": core_limit(), "Hard": core_limit()}

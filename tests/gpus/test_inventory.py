@@ -56,6 +56,26 @@ def test_owner_pause_beats_pending_removal() -> None:
     assert inventory.admit(request("one")) == "it is leaving the mesh" and not inventory.lends
 
 
+def test_time_of_the_next_lending_is_told_if_all_reasons_have_an_end() -> None:
+    inventory = lender()
+    for lending, presence, back_unix in (
+        (Lending(True), Presence(), 0),
+        (Lending(True, paused=True, until_unix=50), Presence(), 50),
+        (Lending(True, paused=True, until_unix=50), Presence("hours", 70), 70),
+        (Lending(True, paused=True, until_unix=90), Presence("hours", 70), 90),
+        (Lending(True, paused=True), Presence("hours", 70), 0),
+        (Lending(True, paused=True, until_unix=50), Presence("owner"), 0),
+        (Lending(True, until_unix=50), Presence(back_unix=70), 0),
+    ):
+        inventory.lending, inventory.presence = lending, presence
+        assert inventory.advert().back_unix == back_unix, (lending, presence)
+    inventory.lending, inventory.presence = Lending(True, paused=True, until_unix=50), Presence()
+    inventory.draining = True
+    assert inventory.advert().back_unix == 0, "it does not come back by itself"
+    inventory.lending = Lending(True)
+    assert inventory.advert().paused
+
+
 def test_unguarded_node_takes_whole_gpus_only() -> None:
     share = request("share", gpu_share=50, vram_mib=1)
     assert lender(guards=False).admit(share) == "cannot keep a job to a share of a GPU"

@@ -18,6 +18,7 @@ from mesh.images.oci import MANIFEST, MAX_MANIFEST_BYTES, digest_hash
 from mesh.images.registry import HOST, RegistryServer
 from mesh.rpc import loopback
 from mesh.util.errors import MeshError
+from mesh.util.processes import Process
 from tests.images.samples import digest_of, index_of, manifest_of
 
 CONFIG, LAYER = b'{"rootfs":{}}', os.urandom(3 << 20)
@@ -98,10 +99,16 @@ async def test_wrong_or_abandoned_upload_leaves_nothing(client: Client, tmp_path
 
 
 async def test_uploads_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "UPLOADS", 2)
-    answers = [(await client.ask("POST", "/v2/x/blobs/uploads/"))[0] for _ in range(3)]
-    assert answers == [202, 202, 429]
+    answers = [(await client.ask("POST", "/v2/x/blobs/uploads/"))[0] for _ in range(65)]
+    assert answers == [*[202] * 64, 429]
+    for upload in client.server._uploads.values():
+        upload.busy = True
     monkeypatch.setattr(registry_module, "UPLOAD_IDLE_S", -1)
+    assert (await client.ask("POST", "/v2/x/blobs/uploads/"))[0] == 429, (
+        "an upload that is being written is not abandoned"
+    )
+    for upload in client.server._uploads.values():
+        upload.busy = False
     assert (await client.ask("POST", "/v2/x/blobs/uploads/"))[0] == 202, "abandoned ones make room"
 
 
@@ -216,6 +223,43 @@ async def test_port_is_kept_and_only_loopback_listens(tmp_path: Path, campus: Ca
     await again.close()
 
 
+@pytest.mark.parametrize("kept", ["70000", "-5", "", "no number"])
+async def test_damaged_note_of_a_port_holds_up_no_start(tmp_path: Path, campus: Campus, kept: str) -> None:
+    (tmp_path / "port").write_text(kept)
+    store = BlobStore(tmp_path, 1)
+    server = RegistryServer(store, tmp_path / "port", campus.allowed.__contains__, campus.aliases.get, campus.bring)
+    await server.open(0)
+    assert int((tmp_path / "port").read_text()) == server.port > 0
+    await server.close()
+
+
+async def test_end_of_the_registry_ends_its_uploads(client: Client, tmp_path: Path) -> None:
+    place = (await client.ask("POST", "/v2/x/blobs/uploads/"))[1]["Location"]
+    assert (await client.ask("PATCH", place, CONFIG))[0] == 202 and list((tmp_path / "blobs").iterdir())
+    await client.server.close()
+    assert not list((tmp_path / "blobs").iterdir())
+
+
+async def test_registry_listens_once_in_the_network_of_an_engine(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, engine, later = Process(os.getpid(), 1), Process(7, 1), Process(7, 2)
+    entered: list[Process] = []
+
+    def listen(process: Process, port: int) -> socket.socket:
+        assert port == client.server.port
+        entered.append(process)
+        return socket.create_server((HOST, 0))
+
+    monkeypatch.setattr(registry_module, "listen_in", listen)
+    monkeypatch.setattr(registry_module, "has_own_network", lambda pid: pid == 7)
+    await client.server.let_in(own)
+    assert not entered, "it is there already"
+    await asyncio.gather(*(client.server.let_in(engine) for _ in range(3)))
+    await client.server.let_in(later)
+    assert entered == [engine, later], "an engine that has started again has a new network"
+
+
 def test_samples_have_their_digests() -> None:
     assert digest_hash(digest_of(CONFIG)) == sha256(CONFIG).digest()
 
@@ -239,7 +283,7 @@ async def said(client: Client, request: bytes) -> bytes:
 
 async def test_connections_are_few(client: Client) -> None:
     base = request_of(client, "GET /v2/")
-    others = [await asyncio.open_connection(HOST, client.server.port) for _ in range(registry_module.CONNECTIONS)]
+    others = [await asyncio.open_connection(HOST, client.server.port) for _ in range(64)]
     assert await said(client, base) == b""
     for _, writer in others:
         writer.close()

@@ -19,9 +19,6 @@ from mesh.jobs import event_log
 from mesh.jobs.event_log import EventLog
 from mesh.journal import Journal
 from mesh.model.events import (
-    MAX_EVENT_BYTES,
-    MAX_REPORTED,
-    REASON_CHARS,
     Event,
     EventError,
     Kind,
@@ -112,12 +109,32 @@ async def test_last_events_of_a_bounded_number_of_jobs_are_remembered(monkeypatc
     assert not log.add(JOB, "state").previous and len(log._last) == 8
 
 
+async def test_numbers_of_events_grow_over_restarts_and_when_the_clock_is_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    identities, trust = lab(1)
+    journal: Any = SimpleNamespace(record_event=lambda *given: None)
+    numbers = []
+    for moments in ((5_000, 5_000, 4_000), (6_000,)):
+        log = EventLog(identities[0], trust, journal)
+        for unix_ms in moments:
+            clock = SimpleNamespace(time=time.time, time_ns=lambda unix_ms=unix_ms: unix_ms * 1_000_000)
+            monkeypatch.setattr(event_log, "time", clock)
+            event = log.add(JOB, "state")
+            numbers.append(event.seq)
+            assert event.unix_ms == unix_ms
+        assert log.counts == {"state": len(moments)}
+    assert numbers == [5_000, 5_001, 5_002, 6_000]
+
+
 async def test_merge_marks_missing_events(nodes: list[Node]) -> None:
     runner = nodes[0].event_log
     for state in ("starting", "running", "done"):
         runner.add(JOB, "state", new=state)
     first, _, last = await nodes[0].kept()
     assert [gap for *_, gap in runner.merge([[first], [last]])] == [False, True]
+    assert [gap for *_, gap in runner.merge([[b"broken"], [first, b"", last]])] == [False, True]
+    assert runner.merge([[b"broken"]]) == []
 
 
 async def test_events_of_strangers_and_of_other_jobs_are_refused(nodes: list[Node]) -> None:
@@ -132,7 +149,7 @@ async def test_events_of_strangers_and_of_other_jobs_are_refused(nodes: list[Nod
     forged[-1] ^= 1
     broken = EventReport(job=b"other job 16 byt", events=(bytes(forged), b"", b"x" * 9999))
     assert witness.take(runner, broken) == 3
-    assert await witness.kept() == []
+    assert await witness.kept() == [] == await witness.journal.events(b"other job 16 byt", 0)
 
 
 async def test_member_that_takes_no_part_reports_nothing(nodes: list[Node]) -> None:
@@ -156,15 +173,15 @@ async def test_events_of_another_writer_are_refused(nodes: list[Node]) -> None:
 
 async def test_events_beyond_the_limit_are_refused(nodes: list[Node]) -> None:
     runner, witness, _ = nodes
-    for _ in range(MAX_REPORTED + 3):
+    for _ in range(67):
         runner.event_log.add(JOB, "state", "why " * 999)
     first, second = runner.told()
-    assert len(first.events) == MAX_REPORTED and len(second.events) == 3
+    assert len(first.events) == 64 and len(second.events) == 3
     assert decode_message(encode_message(first)) == first and witness.take(runner, first) == 0
     with pytest.raises(MessageError):
         decode_message(encode_message(EventReport(job=JOB, events=first.events + second.events)))
-    assert len(await witness.kept()) == MAX_REPORTED
-    assert all(len(event.reason) == REASON_CHARS for _, event, _ in witness.event_log.merge([first.events]))
+    assert len(await witness.kept()) == 64
+    assert all(len(event.reason) == 300 for _, event, _ in witness.event_log.merge([first.events]))
 
 
 async def test_every_event_that_is_written_can_be_read(nodes: list[Node]) -> None:
@@ -186,10 +203,15 @@ async def test_event_longer_than_any_of_ours_is_refused(nodes: list[Node]) -> No
     runner, witness, _ = nodes
     runner.event_log.add(JOB, "state", new="running")
     event = decode_event(open_envelope(runner.told()[0].events[0], runner.trust.mesh_id, "event")[1])
-    for size, refused in ((10, 0), (MAX_EVENT_BYTES, 1)):
-        padded = encode_event(msgspec.structs.replace(event, new="x" * size))
-        sealed = seal(runner.identity, runner.trust.mesh_id, "event", padded)
-        assert witness.take(runner, EventReport(job=JOB, events=(sealed,))) == refused
+
+    def padded(size: int) -> bytes:
+        fields = encode_event(msgspec.structs.replace(event, new="x" * size))
+        return seal(runner.identity, runner.trust.mesh_id, "event", fields)
+
+    most = 1000 + 2048 - len(padded(1000))
+    for size, length in ((most, 2048), (most + 1, 2049)):
+        assert len(padded(size)) == length
+        assert witness.take(runner, EventReport(job=JOB, events=(padded(size),))) == (length > 2048)
 
 
 async def test_event_with_a_number_that_no_journal_keeps_is_refused(nodes: list[Node]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -41,6 +42,19 @@ def test_this_machines_own_address_is_known() -> None:
 def test_own_public_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "is_public", lambda address: True)
     assert checked(["127.0.0.1", "8.8.8.8", "8.8.8.8"]) == ["8.8.8.8"]
+
+
+async def test_dead_name_server_holds_eight_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    monkeypatch.setattr(addresses, "_look_up", lambda host: [str(done.wait(20))][:0])
+    look_up = PublicAddresses()
+    names = [asyncio.create_task(look_up(f"host{number}.example.org")) for number in range(20)]
+    await asyncio.sleep(0)
+    threads = sum(thread.name.startswith("names") for thread in threading.enumerate())
+    done.set()
+    assert threads == 8
+    assert all(isinstance(one, NotPublic) for one in await asyncio.gather(*names, return_exceptions=True))
+    assert not look_up._asked
 
 
 async def test_answers_are_checked_and_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,9 +66,11 @@ def test_csv_with_spaces_and_comments_is_read() -> None:
     untidy = "# of the lab\r\n\r\n" + CSV.replace(",", ", ").replace("\n", "\r\n")
     assert read_nodes(untidy) == read_nodes(CSV)
     lines = CSV.splitlines()
-    assert read_nodes("\n".join([lines[0], *reversed(lines[1:]), *lines[1:]])) == read_nodes(CSV), (
-        "repeated lines in any order give the same trace"
-    )
+    for repeated in ([*reversed(lines[1:]), *lines[1:]], [*lines[1:], *reversed(lines[1:])]):
+        assert read_nodes("\n".join([lines[0], *repeated])) == read_nodes(CSV), (
+            "repeated lines in any order give the same trace"
+        )
+    assert [job.user for job in read_job_csv(f"{lines[0]}\nn,1,2,1,ada\nn,1,2,1\n")] == ["ada", ""]
 
 
 def test_node_is_lent_while_less_than_half_is_in_use() -> None:
@@ -158,6 +160,10 @@ def test_failure_trace_archive_is_read() -> None:
     trace = read_fta(FTA)
     assert (trace.first, trace.last) == (1000.0, 9000.0)
     assert trace.nodes == {"pc1": (Stay(1000.0, 5000.0, True), Stay(6000.0, 9000.0, False)), "2": ()}
+    by_start = sorted(FTA.splitlines(), key=lambda line: line.split("\t")[6:7])
+    assert read_fta("\n".join(by_start)) == read_fta("\n".join(by_start[::-1])) == trace
+    with pytest.raises(TraceError, match="covers no time"):
+        read_fta("1\t1\t1\t1\tpc1\t1\t1000\t1000")
 
 
 def test_machine_is_lent_while_up_without_logins() -> None:
@@ -197,6 +203,13 @@ def test_impossible_dates_are_refused(moment: str, taken: bool) -> None:
     assert read_or_refuse(lambda text: read_last(text, "pc"), text) is taken
 
 
+def test_time_without_a_zone_is_local() -> None:
+    text = "ada tty1 2026-11-01T09:00:00 - 2026-11-01T10:00:00\nada tty1 2026-11-02T00:00:00Z still logged in\n"
+    assert read_last(text, "pc", HOUR_S).first == SUNDAY + 8 * HOUR_S
+    with pytest.raises(TraceError, match="2026-13-01 is not a valid date"):
+        read_last(text.replace("-11-", "-13-"), "pc")
+
+
 def test_end_of_a_login_is_given_or_follows_from_its_length() -> None:
     def used(end: str, start: str = "2026-11-02T00:00:00Z") -> list[tuple[float, float]]:
         text = f"ada tty1 {start} {end}\nroot tty9 2026-11-30T00:00:00Z - 2026-11-30T00:00:00Z\n"
@@ -226,8 +239,8 @@ def test_records_of_the_system_are_no_logins() -> None:
 
 def test_machine_counts_as_up_before_its_first_boot_and_as_down_between_boots() -> None:
     text = "ada tty1 2026-11-01T00:00:00Z - 2026-11-01T01:00:00Z\n"
-    for begins, ends in (("03", "04"), ("05", "06"), ("05", "05")):
-        text += f"reboot system boot 2026-11-{begins}T00:00:00Z - 2026-11-{ends}T00:00:00Z\n"
+    for begins, ends in (("03T00", "04T00"), ("05T00", "06T00"), ("05T01", "05T02")):
+        text += f"reboot system boot 2026-11-{begins}:00:00Z - 2026-11-{ends}:00:00Z\n"
     text += "ada tty1 2026-11-08T00:00:00Z - 2026-11-08T00:00:00Z\n"
     hours = [
         ((stay.start - SUNDAY) / HOUR_S, (stay.end - SUNDAY) / HOUR_S) for stay in read_last(text, "pc").nodes["pc"]

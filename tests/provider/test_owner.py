@@ -87,6 +87,9 @@ def test_choice_at_a_start_is_kept_and_ends_no_pause(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(held))
     keep_lending(path)
     assert load_lending(path, lends=False) == msgspec.structs.replace(held, lending=True)
+    path.write_bytes(b' {"lending": true, "paused": true}')
+    keep_lending(path)
+    assert path.read_bytes()[:1] == b" ", "what says so already is not written again"
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='{}":lendigtrufas,[] ', max_size=60).map(str.encode))

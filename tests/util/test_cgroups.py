@@ -169,3 +169,15 @@ def test_groups_are_removed_once_they_are_empty(tmp_path: Path, monkeypatch: pyt
     looks.clear()
     cgroups.remove_groups((str(tmp_path / "gone"),))
     assert not looks, "one that has gone is removed"
+
+
+def test_link_in_a_group_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere" / "inner").mkdir(parents=True)
+    (tmp_path / "group").mkdir()
+    (tmp_path / "group" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "group" / "cgroup.procs").write_text("1\n")
+    (tmp_path / "elsewhere" / "cgroup.procs").write_text("2\n")
+    assert list(cgroups.pids_in(tmp_path / "group")) == [1]
+    monkeypatch.setattr(cgroups, "REMOVE_S", 0.01)
+    cgroups.remove_groups((str(tmp_path / "group"),))
+    assert (tmp_path / "elsewhere" / "inner").is_dir()

@@ -25,9 +25,9 @@ async def test_no_more_than_the_bound_run_at_once() -> None:
         most = max(most, running)
         await asyncio.sleep(0)
         running -= 1
-        return number
+        return -number
 
-    await few_at_once(2, work, range(6))
+    assert await few_at_once(2, work, range(6)) == {number: -number for number in range(6)}
     assert most == 2
 
 
