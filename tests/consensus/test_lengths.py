@@ -137,7 +137,8 @@ def test_field_that_is_too_long_is_refused(kind: Any, data: st.DataObject) -> No
 def test_shortened_text_can_be_read(text: str, most: int) -> None:
     short = shortened(text + "\ud800", most)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(short)) == short and len(short) <= most
-    assert shortened("exit 1") == "exit 1" and shortened("é" * SAID) == "é" * SAID
+    assert shortened("exit 1") == "exit 1" and shortened("é" * 1000) == "é" * 1000
+    assert shortened("x" * 1001) == "x" * 999 + "…"
 
 
 def readable(effects: list[Effect]) -> int:

@@ -26,6 +26,14 @@ def test_last_copy_stays_in_every_interleaving(data: bytes, first: set[bytes], d
         assert holders
 
 
+def test_node_relies_on_a_pin_and_on_a_whole_copy_that_comes_before_its_own() -> None:
+    data = b"d" * 32
+    first, second = sorted(NODES[:2], key=lambda node: len(keepers(data, node, NODES[:2])))
+    assert may_rely(data, second, first, WHOLE) and not may_rely(data, first, second, WHOLE), "one of the two stays"
+    for me, other in ((first, second), (second, first)):
+        assert may_rely(data, me, other, PINNED) and not may_rely(data, me, other, LACKS)
+
+
 def test_first_holder_has_no_keeper_and_every_other_has_one() -> None:
     found = [keepers(b"d" * 32, node, NODES) for node in NODES]
     assert sorted(map(len, found)) == list(range(len(NODES)))

@@ -19,7 +19,7 @@ from mesh.consensus.status import status_of
 from mesh.jobs import vouching as vouching_module
 from mesh.jobs.authority import Witnesses
 from mesh.jobs.job_table import JobTable
-from mesh.jobs.vouching import AT_ONCE, MOST_WAITING, REMEMBERED, WAITING_OF_ONE, Refused, Vouching
+from mesh.jobs.vouching import AT_ONCE, REMEMBERED, Refused, Vouching
 from mesh.model.record import Attempt, Config, JobRecord
 from mesh.model.spec import JobSpec, SpecError
 from mesh.rpc.client import PeerError
@@ -155,6 +155,8 @@ async def test_runner_is_who_holds_the_lease_at_most_witnesses() -> None:
     assert await node.vouching.runner_of(JOB) == D, "one witness lies"
     node.peers.records[B] = msgspec.structs.replace(node.peers.records[B], holder=None)
     assert await node.vouching.runner_of(JOB) is None
+    node.peers.records.clear()
+    assert await node.vouching.runner_of(JOB) is None, "nobody answers"
     even = Node()
     assert await even.vouching.describe(JOB, D) == SPEC
     even.group(1, (A, B))
@@ -459,12 +461,12 @@ async def test_working_directory_of_a_user_needs_no_witness() -> None:
 
 def test_requests_that_wait_to_be_judged_are_bounded_for_one_and_for_all() -> None:
     vouching = Node().vouching
-    assert [vouching.enter(A) for _ in range(WAITING_OF_ONE + 1)] == [True] * WAITING_OF_ONE + [False]
-    senders = [bytes([number]) * 32 for number in range(100, 100 + MOST_WAITING)]
-    assert sum(vouching.enter(sender) for sender in senders) == MOST_WAITING - WAITING_OF_ONE
+    assert [vouching.enter(A) for _ in range(33)] == [True] * 32 + [False]
+    senders = [bytes([number]) * 32 for number in range(100, 164)]
+    assert sum(vouching.enter(sender) for sender in senders) == 64 - 32
     vouching.leave(A)
     assert vouching.enter(B) and not vouching.enter(A)
-    for _ in range(WAITING_OF_ONE - 1):
+    for _ in range(31):
         vouching.leave(A)
     assert A not in vouching._waiting and vouching.enter(A)
 
@@ -480,13 +482,36 @@ async def test_slow_witnesses_of_one_member_hold_up_nobody_else() -> None:
 
     node.peers.call = slow
     later = msgspec.structs.replace(make_start(term=4), config=Config(1, 4, voters(A, B, C)))
-    asking = [asyncio.create_task(node.vouching.allows(A, later)) for _ in range(WAITING_OF_ONE)]
+    asking = [asyncio.create_task(node.vouching.allows(A, later)) for _ in range(32)]
     await asyncio.sleep(0)
     node.peers.call = call
     async with asyncio.timeout(10.0):
         assert not await node.vouching.allows(E, later), "it is judged meanwhile"
     gate.set()
     assert all(await asyncio.gather(*asking)) and not node.vouching._turns_of
+
+
+@pytest.mark.parametrize(("senders", "judged"), [(1, 4), (8, 16)])
+async def test_starts_are_judged_a_few_at_a_time(senders: int, judged: int) -> None:
+    node, gate, asked = Node(), asyncio.Event(), list[bytes]()
+
+    async def silent(witness: bytes, *rest: Any, **named: Any) -> bytes:
+        asked.append(witness)
+        await gate.wait()
+        raise PeerError("it does not answer")
+
+    node.peers.call = silent
+    later = msgspec.structs.replace(make_start(term=4), config=Config(1, 4, voters(A, B, C)))
+    asking = [
+        asyncio.create_task(node.vouching.allows(bytes([number]) * 32, later))
+        for number in range(100, 100 + senders)
+        for _ in range(8)
+    ]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(asked) == 3 * judged, "each asks three witnesses"
+    gate.set()
+    await asyncio.gather(*asking)
 
 
 async def test_witnesses_that_lead_on_and_on_are_followed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

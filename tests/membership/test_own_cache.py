@@ -31,6 +31,14 @@ def test_nobody_else_enters_it(base: Path, there: bool) -> None:
     assert mode(base / "mesh") == 0o700
 
 
+@pytest.mark.parametrize("open_to", [0o701, 0o710, 0o704, 0o740, 0o720, 0o702])
+def test_open_cache_is_closed_to_others(base: Path, open_to: int) -> None:
+    own_cache("guard")
+    (base / "mesh").chmod(open_to)
+    own_cache("guard")
+    assert mode(base / "mesh") == 0o700
+
+
 def test_directory_of_another_user_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a shared base directory, another user can create it first, or put a link there."""
     own_cache("guard")

@@ -1,7 +1,11 @@
 """Small cores: clock skew, rate limits, bootstrap, and the unreachable state of a suspicion."""
 
 import asyncio
+import math
+import socket
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,12 +14,12 @@ from hypothesis import strategies as st
 from membership.bootstrap import ATTEMPTS_AT_ONCE, BACKOFF_S, CONNECTED_INTERVAL_S, Bootstrap
 from membership.clock_skew import ClockSkew
 from membership.config import SwimConfig
-from membership.framing import read_frame
+from membership.framing import keep_alive, read_frame, write_frame
 from membership.member import MemberTable
 from membership.probe import RELAY_S, ProbeOrder, Relays
 from membership.ratelimit import BURST_S, MAX_ADDRESSES, MAX_SOURCES, MinimumInterval, TokenBuckets
 from membership.reconcile import FRAME_LIMIT, FrameError
-from membership.rumours import RumourQueue
+from membership.rumours import ITEM_OVERHEAD, RumourQueue
 from membership.suspicion import Suspicion
 from membership.wire import Alive, Left
 
@@ -56,6 +60,28 @@ def test_token_buckets_are_bounded(sources: list[int]) -> None:
     for source in [*range(MAX_SOURCES), *sources]:
         buckets.allow(source, 0.0)
     assert len(buckets) <= MAX_SOURCES
+
+
+def test_bucket_holds_its_capacity_and_gets_back_what_was_taken() -> None:
+    buckets = TokenBuckets(10.0, 3.0)
+    assert [buckets.allow("a", 0.0) for _ in range(4)] == [True, True, True, False]
+    buckets.give_back("a", 2.0)
+    assert [buckets.allow("a", 0.0, 2.0), buckets.allow("a", 0.0)] == [True, False]
+    buckets.give_back("a", 99.0)
+    buckets.give_back("unknown", 1.0)
+    assert [buckets.allow("a", 0.0, needed) for needed in (4.0, 3.0)] == [False, True]
+    assert not buckets.allow("a", 0.05) and buckets.allow("a", 0.1), "refused questions lose no time"
+
+
+def test_last_4096_sources_and_addresses_are_remembered() -> None:
+    buckets, limit = TokenBuckets(0.001, 1.0), MinimumInterval(60.0)
+    for number in range(4096):
+        assert buckets.allow(number, 0.0) and limit.allow(("host", number), 0.0)
+    assert not buckets.allow(0, 0.0) and not limit.allow(("host", 0), 0.0)
+    assert buckets.allow("new", 0.0) and limit.allow(("new", 1), 0.0)
+    assert len(buckets) == len(limit) == 4096
+    assert buckets.allow(0, 0.0) and limit.allow(("host", 0), 0.0), "the oldest are forgotten"
+    assert not buckets.allow(2, 0.0) and not limit.allow(("host", 2), 0.0)
 
 
 class CountedHost(str):
@@ -113,6 +139,35 @@ def test_unreachable_comes_before_dead_and_deadlines_stay_in_bounds(
         assert suspicion.unreachable_at <= max(now, suspicion.deadline)
 
 
+def test_deadline_falls_from_the_longest_to_the_shortest_with_confirmations() -> None:
+    config = SwimConfig.lan()
+    shortest = config.suspicion_multiplier * 3 * config.probe_interval_s  # of a thousand members
+    suspicion = Suspicion(config, 1000, b"a", 10.0)
+    assert suspicion.deadline == pytest.approx(10.0 + shortest * config.suspicion_max_multiplier)
+    assert suspicion.unreachable_at == pytest.approx(10.0 + (suspicion.deadline - 10.0) / 2)
+    expected = int(config.suspicion_multiplier) - 2
+    assert expected == 2
+    share = math.log(2) / math.log(3)
+    longest = shortest * config.suspicion_max_multiplier
+    for accuser, left in ((b"b", share), (b"c", 1.0)):
+        assert suspicion.confirm(accuser, 11.0) and not suspicion.confirm(accuser, 11.0)
+        assert suspicion.deadline == pytest.approx(10.0 + longest - (longest - shortest) * left)
+    assert not suspicion.confirm(b"d", 11.0) and suspicion.unreachable_at == 11.0
+    alone = Suspicion(config, 1, b"a", 10.0)
+    assert alone.deadline == pytest.approx(10.0 + config.suspicion_multiplier * config.probe_interval_s)
+
+
+@pytest.mark.parametrize(("members", "needed"), [(1, 1), (2, 1), (3, 2), (1000, 2)])
+def test_refused_connections_of_two_members_leave_the_time_of_a_restart(members: int, needed: int) -> None:
+    config = SwimConfig.lan()
+    suspicion = Suspicion(config, members, b"0", 0.0, refused=True)
+    for number in range(1, needed):
+        assert not suspicion.confirm(b"0", 0.0, refused=True), "it has told so already"
+        assert suspicion.deadline > config.refused_floor_s
+        assert suspicion.confirm(b"%d" % number, 0.0, refused=True)
+    assert suspicion.deadline == pytest.approx(min(config.refused_floor_s, suspicion._confirmed_deadline))
+
+
 def test_probe_order_passes_over_a_member_that_has_left() -> None:
     table, order = MemberTable(8), ProbeOrder(Random(1))
     for node in (b"a" * 32, b"b" * 32):
@@ -147,6 +202,25 @@ async def test_longest_frame_is_read() -> None:
     assert len(await read_frame(reader)) == FRAME_LIMIT
 
 
+async def test_frame_that_is_written_can_be_read() -> None:
+    reader, written = asyncio.StreamReader(), list[bytes]()
+
+    async def drain() -> None:
+        reader.feed_data(b"".join(written))
+
+    writer: Any = SimpleNamespace(write=written.append, drain=drain)
+    await write_frame(writer, b"frame")
+    assert written == [b"\0\0\0\5frame"] and await asyncio.wait_for(read_frame(reader), 5) == b"frame"
+
+
+def test_machine_that_is_gone_is_noticed_after_25_seconds() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        keep_alive(sock)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_NODELAY)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [10, 5, 3, 1]
+
+
 def test_record_rumour_is_sent_a_few_times_only() -> None:
     queue = RumourQueue(retransmit_multiplier=4)
     queue.add("record", b"name", b"sealed")
@@ -154,3 +228,33 @@ def test_record_rumour_is_sent_a_few_times_only() -> None:
     while queue.take(1200, 9) and sent < 50:
         sent += 1
     assert sent == 2
+
+
+def test_urgent_rumour_is_sent_twice_before_others() -> None:
+    queue = RumourQueue(retransmit_multiplier=4)
+    for name, urgent in ((b"usual", False), (b"first", True)):
+        queue.add("record", name, name, urgent)
+    assert [queue.take(5 + ITEM_OVERHEAD, 1000)[0][1] for _ in range(3)] == [b"first", b"first", b"usual"]
+
+
+def test_rumours_fill_a_packet_and_no_more() -> None:
+    queue = RumourQueue(retransmit_multiplier=1)
+    for name in (b"a", b"b"):
+        queue.add("record", name, name * 100)
+    size = 100 + ITEM_OVERHEAD
+    assert queue.waiting_bytes == 2 * size
+    assert [len(queue.take(space, 1)) for space in (size - 1, 2 * size - 1)] == [0, 1]
+    queue = RumourQueue(retransmit_multiplier=1)
+    for name in (b"a", b"b"):
+        queue.add("member", name, name * 100)
+    assert len(queue.take(2 * size, 1)) == 2 and len(queue) == queue.waiting_bytes == 0
+    assert [queue.rounds(members) for members in (0, 1, 9, 10, 99, 100)] == [1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(("large", "sent"), [(3, 1), (4, 0)])
+def test_packet_counts_as_full_after_four_rumours_that_did_not_fit(large: int, sent: int) -> None:
+    queue = RumourQueue(retransmit_multiplier=1)
+    for number in range(large):
+        queue.add("record", b"%d" % number, bytes(500))
+    queue.add("record", b"small", b"small")
+    assert len(queue.take(100, 1)) == sent

@@ -89,6 +89,43 @@ def test_walk_finds_all_and_directories_first(tmp_path: Path) -> None:
     assert all(path.parent == tmp_path or found.index(path.parent) < found.index(path) for path in found)
 
 
+def test_deepest_and_widest_tree_is_walked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / "deep"
+    deep.joinpath(*["d"] * 256).mkdir(parents=True)
+    assert len(list(trees.walk(deep, strict=True))) == 256
+    deep.joinpath(*["d"] * 257).mkdir()
+    assert len(list(trees.walk(deep))) == 257
+    with pytest.raises(trees.OutOfReach, match="more than 256 directories"):
+        list(trees.walk(deep, strict=True))
+    monkeypatch.setattr(trees, "MOST_WAITING", 3)
+    for number in range(4):
+        (tmp_path / "wide" / "inner" / f"{number}" / "one" / "two").mkdir(parents=True)
+        if number < 3:
+            assert len(list(trees.walk(tmp_path / "wide", strict=True))) == 1 + 3 * (number + 1)
+    assert len(list(trees.walk(tmp_path / "wide"))) < 13
+    with pytest.raises(trees.OutOfReach, match="or 3 in one"):
+        list(trees.walk(tmp_path / "wide", strict=True))
+
+
+def test_removal_of_a_tree_keeps_no_descriptor_and_follows_no_link(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (outside / "kept").mkdir(parents=True)
+    for path in ("a/b/c/d/e", "a/b2/c", "f"):
+        (root / path).mkdir(parents=True)
+    for directory in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        (directory / "file").touch()
+        (directory / "link").symlink_to(outside)
+    descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208
+    trees.remove(root)
+    assert not root.exists() and (outside / "kept").is_dir()
+    assert os.listdir("/proc/self/fd") == descriptors  # noqa: PTH208
+    for fails in (root, tmp_path / "gone" / "inner"):
+        trees.remove(fails)
+    (tmp_path / "file").touch()
+    trees.remove(tmp_path / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outside"]
+
+
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
 def test_walk_of_many_files_takes_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None]
