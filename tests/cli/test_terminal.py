@@ -149,6 +149,18 @@ def test_commands_of_one_sweep_differ_however_narrow_the_terminal(
     assert capsys.readouterr().out.splitlines()[1] == line
 
 
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [("26", "abcd  0123456789  endings."), ("25", "abcd  0123…6789  endings."), ("24", "abcd  012…6789  endings.")],
+)
+def test_name_is_cut_by_no_more_than_the_terminal_lacks(
+    columns: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    table(["JOB", "NAME", "DETAIL"], [["abcd", "0123456789", "endings."]], cut={"NAME": 4})
+    assert capsys.readouterr().out.splitlines()[1] == line
+
+
 def test_table_is_not_truncated_without_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

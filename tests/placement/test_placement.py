@@ -1,5 +1,6 @@
 """Rendezvous hashing, filters, decisions and adverts."""
 
+import re
 from collections import Counter
 from hashlib import blake2b
 from math import log2
@@ -357,6 +358,49 @@ def test_replica_order_begins_in_zones_that_hold_nothing() -> None:
     assert {zones[node] for node in order[:2]} == {"b", "c"}
     assert {zones[node] for node in order[2:5]} == {"a", "b", "c"}
     assert replica_order(JOB, adverts, {holder}, 10, {holder}, most=2) == order[:2]
+
+
+def test_orders_of_copies_and_witnesses_are_the_same_on_every_release() -> None:
+    weights = dict(zip(NODES, (1, 8, 60, 64, 2, 30, 7, 16), strict=True))
+    adverts = [advert(node, zone=str(number), weight=weights[node]) for number, node in enumerate(NODES)]
+    for order, key in (
+        (replica_order(JOB, adverts, (), need_mib=1), JOB + b"replica"),
+        (list(witness_order(JOB, adverts, NODES)), JOB + b"witness"),
+    ):
+        assert order == [node for node, _ in rank(key, weights.items())]
+
+
+def test_place_of_a_job_or_why_it_waits_is_explained() -> None:
+    alone = advert(NODES[0], nick="desk")
+    full = advert(NODES[1], nick="den", slots_free=0)
+    plain, two = Request(JOB, 0, "ada"), Request(JOB, 0, "ada", nodes=2)
+    model = Request(JOB, 0, "ada", gpus=2, gpu_model="H200", vram_mib=900)
+    for request, adverts, words in (
+        (plain, [], "no node of this mesh offers anything yet"),
+        (plain, [alone, full], "desk is the only node that could run it"),
+        (plain, [alone, advert(NODES[2], nick="lab")], r"(desk|lab) is first of 2 nodes that could run it"),
+        (two, [alone, full], r"1 of the 2 nodes it needs could take it now \(den: its only job slot is taken\)"),
+        (model, [alone], r"no node can run it now \(2 GPUs, H200, 900 MiB each\); desk: has 0 GPUs, 2 asked"),
+        (plain, [full, advert(NODES[2], nick="lab", slots_free=0)], r"no node .* \(one slot\); .* taken; and 1 more"),
+    ):
+        assert re.fullmatch(words, explain(request, rank_nodes(request, adverts))[0]), words
+
+
+def test_what_no_idle_node_has_is_told_at_submission() -> None:
+    one = advert(NODES[0], nick="desk", gpus=(gpu(1, 1000),), engines=("docker",))
+    image = Request(JOB, 0, "ada", image="tool:1")
+    for request, adverts, words in (
+        (Request(JOB, 0, "ada", gpus=1), [advert(NODES[0])], "no node that lends has a GPU, and it needs 1"),
+        (Request(JOB, 0, "ada", gpus=2), [one], "no node has 2 GPUs; the largest, desk, has 1"),
+        (image, [one], "no lending node has image tool:1: load it"),
+        (msgspec.structs.replace(image, image_id=b"i" * 32), [one], "no lending node can run image tool:1 (desk: "),
+        (
+            image,
+            [one, msgspec.structs.replace(one, node=NODES[1], images=("tool:1",), slots=0)],
+            "no node could run it",
+        ),
+    ):
+        assert (cannot_ever(request, adverts) or "").startswith(words), words
 
 
 def test_witness_order_has_all_nodes() -> None:

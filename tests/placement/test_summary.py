@@ -18,6 +18,7 @@ from placement.summary import (
     encode_summary,
     introduce,
     summarise,
+    week_of,
 )
 from placement.survival import Estimator
 from tests.placement.test_survival import HOUR_S, MONDAY, A, B, lived
@@ -72,6 +73,11 @@ def test_old_summary_weighs_less() -> None:
         adopt(fresh, [summary], now + later)
         weights.append(fresh.other_events)
     assert weights[1] == pytest.approx(weights[0] / 2) and weights[2] < weights[0] / 1000
+    fresh = Estimator(now)
+    ahead = msgspec.structs.replace(summary, as_of_unix=int(now + HALF_LIFE_S), since_unix=int(now + DAY_S))
+    adopt(fresh, [ahead], now)
+    introduce(fresh, B, ahead, fresh.zone("", now), now)
+    assert fresh.other_events == pytest.approx(weights[0]) and fresh.nodes[B].since == now, "its clock is ahead"
 
 
 def test_false_summary_has_bounded_effect() -> None:
@@ -88,6 +94,43 @@ def test_false_summary_has_bounded_effect() -> None:
         assert 0 <= estimator.survival(B, now, HOUR_S).probability <= 1
         assert estimator.nodes[B].own.events <= MOST_EVENTS
         assert not estimator.nodes[B].campus
+
+
+def test_hours_lent_and_events_of_one_node_are_bounded() -> None:
+    honest, _, now = told(6 * HOUR_S)
+    liar = msgspec.structs.replace(
+        honest, lent=2**31, own_events=(2**31,) * OWN, own_expected=(2**31,) * OWN, as_of_unix=int(now) + 40 * 86_400
+    )
+    estimator = Estimator(now)
+    adopt(estimator, [liar], now)
+    assert estimator.other_lent == 2800.0, "twice what a node has that is always lent"
+    introduce(estimator, B, liar, estimator.zone("", now), now)
+    own = estimator.nodes[B].own
+    assert own.events == own.expected == 580.0, "no more by a clock that is ahead"
+
+
+def hours_of(week: bytes) -> dict[int, int]:
+    return {hour: per_cent for hour, per_cent in enumerate(week) if per_cent}
+
+
+def test_week_has_the_per_cent_of_each_hour_from_monday_on() -> None:
+    monday = 4 * 86_400.0  # the first of all: 5 January 1970
+    week_s, hour_s = 7 * 86_400.0, 3600.0
+    stays = [(monday - 99.0, monday + hour_s), (monday + 36.5 * hour_s, monday + 37.5 * hour_s)]
+    stays.append((monday + 167.25 * hour_s, monday + week_s + hour_s))
+    for offset_s, later in ((0.0, 0), (hour_s, 1), (-2 * hour_s, -2)):
+        found = hours_of(week_of(stays, monday, monday + week_s, offset_s))
+        assert found == {(hour + later) % 168: part for hour, part in ((0, 100), (36, 50), (37, 50), (167, 75))}
+    half = hours_of(week_of(stays, monday, monday + week_s, 1800.0))
+    assert half == {0: 100, 1: 50, 37: 100, 167: 25}, "half an hour of each is in the next"
+
+
+def test_week_is_of_the_last_120_days_and_tells_what_is_not_known() -> None:
+    day_s, last = 86_400.0, 400 * 86_400.0
+    assert set(week_of([(0.0, last - 120 * day_s)], 0.0, last, 0.0)) == {0}
+    assert set(week_of([(0.0, last)] * 3, 0.0, last, 0.0)) == {100}, "each hour counts once"
+    part = week_of([(last - day_s, last)], last - day_s, last, 0.0)
+    assert sorted(part) == [100] * 24 + [UNSEEN] * 144
 
 
 IMPOSSIBLE: list[dict[str, object]] = [

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.advert import Advert
-from placement.ranking import rank_nodes
+from placement.ranking import rank_nodes, zone_order
+from placement.rendezvous import rank
 from placement.request import Request
 from placement.zones import (
     Hierarchy,
@@ -137,6 +138,16 @@ def test_zones_get_jobs_by_weight() -> None:
     assert 0.68 < share < 0.82  # three quarters of the weight
 
 
+@pytest.mark.parametrize(("members", "stable"), [(2, 2), (8, 3), (12, 3), (13, 4), (20, 5)])
+def test_coordinator_is_of_the_heaviest_quarter_or_three(members: int, stable: int) -> None:
+    adverts = [make_advert(bytes([n]) * 32, zone="lab", weight=n) for n in range(1, members + 1)]
+    (zone,) = zones(adverts, {})
+    heaviest = [(ad.node, 1) for ad in adverts[-stable:]]
+    assert list(zone.line) == [node for node, _ in rank(b"zonelab", heaviest)], "the same on every release"
+    (staying,) = zones(adverts, {}, {zone.line[0]})
+    assert staying.coordinator != zone.coordinator and staying.weight == zone.weight == sum(range(members + 1))
+
+
 def test_stand_ins_come_from_home_zone_first_then_each_zone_once() -> None:
     adverts = [make_advert(bytes([n]) * 32, zone="abc"[n % 3]) for n in range(1, 10)]
     full = make_advert(b"f" * 32, zone="b", store_free_mib=0)
@@ -145,7 +156,14 @@ def test_stand_ins_come_from_home_zone_first_then_each_zone_once() -> None:
     names = [zone.name for node in order if (zone := zone_of(node, among)) is not None]
     assert len(order) == 8 and full.node not in order and adverts[0].node not in order
     assert names[0] == "b" and set(names[:3]) == set("abc") and names[3:6] == names[:3]
-    assert stand_in_order(JOBS[0], adverts, among, (), 10, None) != []
+    just = [make_advert(bytes([n]) * 32, zone="abc"[n % 3], store_free_mib=10 + n % 2, weight=n) for n in range(1, 31)]
+    roomy = [advert for advert in just if advert.store_free_mib == 11]
+    weights = {name: sum(ad.weight for ad in roomy if ad.zone == name) for name in "abc"}
+    for job in JOBS:
+        order = stand_in_order(job, just, zones(just, {}), (), 10, None)
+        assert sorted(order) == sorted(advert.node for advert in roomy), "with more room than they need"
+        firsts = [zone.name for node in order[:3] if (zone := zone_of(node, zones(just, {}))) is not None]
+        assert firsts == zone_order(job, weights), "by what the nodes with room weigh together"
 
 
 def test_two_level_ranking_starts_above_200_and_ends_below_180() -> None:
