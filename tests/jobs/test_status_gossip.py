@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from membership.records import MAX_BODY_BYTES
-from mesh.consensus.status import JobStatus, encode_status
+from mesh.consensus.status import JobStatus, decode_status, encode_status
 from mesh.jobs.job_table import OWN, JobTable
 from mesh.jobs.own_status import OwnStatus
 from mesh.jobs.status_gossip import MOST_PUBLISHED, RECOVERED, StatusGossip, speaks_for
-from mesh.model.record import AHEAD_MS, Config, Outcome
+from mesh.model.record import AHEAD_MS, Attempt, Config, Outcome
 from mesh.model.spec import format_job
 from tests.consensus.worlds import JOB, A, B, C, voters
 
@@ -167,6 +167,20 @@ def test_status_that_finds_no_room_is_published_later() -> None:
     world.gossip.publish(view())
     world.gossip.publish(view())
     assert len(world.published) == 1
+
+
+def test_status_that_is_too_large_is_published_with_fewer_attempts_or_not_at_all() -> None:
+    attempts = tuple(Attempt(number, B, "desk", 1, 0, reason="r" * 1000) for number in range(30))
+    for size, kept in ((0, 4), (9_000, 4), (13_000, 1), (15_000, 0)):
+        world = World()
+        world.gossip.publish(view(attempts=attempts, detail="d" * size))
+        ((_, body),) = world.published
+        told = decode_status(body)
+        assert told is not None and told.attempts == attempts[30 - kept :] and len(body) <= MAX_BODY_BYTES
+    world = World()
+    for _ in range(2):
+        world.gossip.publish(view(detail="d" * (17 << 10)))
+    assert not world.published and world.gossip._published, "it is not tried again at once"
 
 
 def test_jobs_that_ended_first_leave_room_for_others() -> None:

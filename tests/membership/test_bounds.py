@@ -19,7 +19,7 @@ from membership.identity import Identity
 from membership.probe import MAX_RELAYS, Relays
 from membership.ratelimit import BURST_S, TokenBuckets
 from membership.reconcile import FrameError, ReachMe, decode_frame, encode_frame
-from membership.records import MAX_LIFE_S, Record, RecordTable
+from membership.records import Record, RecordTable, encode_body
 from membership.rumours import RumourQueue
 from membership.snapshot import RevocationFile, Snapshot, SnapshotFile
 from membership.suspicion import AccuserCredit
@@ -41,8 +41,17 @@ def test_two_records_of_one_version_do_not_replace_each_other() -> None:
     assert records.apply(sealed(PEER, "facts", 1, 1, b"second"), NOW) == "not newer"
 
 
-def test_record_does_not_outlive_a_month() -> None:
-    assert table().apply(sealed(PEER, "facts", 1, 1, life_s=MAX_LIFE_S + 3600), NOW) == "invalid"
+def test_record_does_not_outlive_a_month_by_more_than_clocks_differ() -> None:
+    month_s = 30 * 86_400
+    assert table().apply(sealed(PEER, "facts", 1, 1, life_s=month_s + 121), NOW) == "invalid"
+    assert isinstance(table().apply(sealed(PEER, "facts", 1, 1, life_s=month_s + 120), NOW), Record)
+    assert table().apply(sealed(PEER, "facts", 1, 1, life_s=0), NOW) == "expired"
+
+
+def test_section_that_is_too_long_is_not_signed() -> None:
+    assert encode_body(1, 1, "facts", 1, bytes(16 << 10))
+    with pytest.raises(ValueError, match="at most 16384 bytes"):
+        encode_body(1, 1, "facts", 1, bytes((16 << 10) + 1))
 
 
 def test_large_section_that_another_node_signed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
