@@ -9,7 +9,15 @@ import ifaddr
 import pytest
 
 from membership import discovery
-from membership.addresses import address_text, bind_problem, bound_sockets, parse_seed
+from membership.addresses import (
+    address_group,
+    address_text,
+    bind_problem,
+    bound_sockets,
+    is_endpoint,
+    is_group,
+    parse_seed,
+)
 from membership.discovery import advertised_address, lan_addresses, neighbours, without_route
 
 
@@ -37,6 +45,36 @@ def test_address_is_read_with_and_without_a_port(text: str, host: str, port: int
 def test_invalid_address_is_an_error_with_advice(text: str) -> None:
     with pytest.raises(ValueError, match="HOST"):
         parse_seed(text, 7373)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "stated"),
+    [
+        ("10.0.0.1", 1, True),
+        ("10.0.0.1", 65535, True),
+        ("10.0.0.1", 0, False),
+        ("10.0.0.1", 65536, False),
+        ("0000:0000:0000:0000:0000:ffff:255.255.255.255", 80, True),
+        ("lab3", 80, False),
+        ("fe80::1%eth0", 80, False),
+    ],
+)
+def test_members_state_addresses_and_ports(host: str, port: int, stated: bool) -> None:
+    assert is_endpoint(host, port) is stated
+
+
+def test_group_of_addresses_is_what_one_machine_cannot_vary() -> None:
+    for host, group in (
+        ("10.0.0.1", "10.0.0.1"),
+        ("2001:db8::5", "2001:db8::/64"),
+        ("fe80::1%e", "fe80::/64"),
+        ("x", "x"),
+    ):
+        assert address_group(host) == group
+    for text in ("10.0.0.1", "2001:db8::/64", "1111:2222:3333:4444::/64"):
+        assert is_group(text)
+    for text in ("2001:db8::5", "2001:db8::5/64", "10.0.0.1/64", "2001:db8::/63", "lab3", "a" * 300):
+        assert not is_group(text)
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])

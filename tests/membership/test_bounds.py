@@ -1,6 +1,8 @@
 """Bounds on what other nodes may claim, and values that never fall."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,10 +23,10 @@ from membership.ratelimit import BURST_S, TokenBuckets
 from membership.reconcile import FrameError, ReachMe, decode_frame, encode_frame
 from membership.records import Record, RecordTable, encode_body
 from membership.rumours import RumourQueue
-from membership.snapshot import RevocationFile, Snapshot, SnapshotFile
+from membership.snapshot import RevocationFile, Snapshot, SnapshotFile, UsedInvites, next_epoch
 from membership.suspicion import AccuserCredit
 from membership.trust import TrustError, TrustStore, User
-from membership.wire import MAX_INCARNATION, Alive, Suspect, WireError, decode_evidence, encode
+from membership.wire import EPOCH_AHEAD_MS, MAX_INCARNATION, Alive, Suspect, WireError, decode_evidence, encode
 from tests.chains import admitted
 from tests.membership.test_admission_decisions import Desk, invite, pending
 from tests.membership.test_core import meet
@@ -67,6 +69,7 @@ def test_table_is_bounded(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     records.apply(sealed(ROOT, "facts", 1, 1), NOW)
     more = sealed(ROOT, "jobs/a", 1, 1) if bound == "MAX_SECTIONS" else sealed(PEER, "facts", 1, 1)
     assert records.apply(more, NOW) == "full"
+    assert isinstance(records.apply(sealed(ROOT, "facts", 1, 2), NOW), Record), "what is known is replaced"
 
 
 def test_sections_of_all_nodes_of_a_user_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +188,33 @@ def test_quiet_source_saves_no_more_than_a_full_bucket() -> None:
     buckets = TokenBuckets(10.0)
     assert buckets.allow("a", 0.0)
     assert sum(buckets.allow("a", 1e6) for _ in range(1000)) == 10.0 * BURST_S
+
+
+def test_next_epoch_is_above_the_last_unless_a_clock_was_wrong_by_years() -> None:
+    most = 1_000 + EPOCH_AHEAD_MS
+    for saved, epoch in ((500, 1_000), (1_000, 1_001), (2_000, 2_001), (most, most + 1), (most + 1, 1_000)):
+        assert next_epoch(saved, 1_000) == epoch
+
+
+def test_invite_admits_as_many_machines_as_it_says_and_none_from_before_its_file(tmp_path: Path) -> None:
+    used = UsedInvites(tmp_path / "uses")
+    used.read(1_000.0)
+
+    def grant(key: bytes = b"one", made: int = 1_000, ends: int = 2_000) -> Any:
+        return SimpleNamespace(key=key, made_unix=made, not_after=ends, uses=2)
+
+    assert not used.take(grant(b"old", made=999), NODE, 1_100.0), "its file may have been lost"
+    assert [used.take(grant(), node, 1_100.0) for node in (NODE, NODE, OTHER, b"third")] == [True, True, True, False]
+    again = UsedInvites(tmp_path / "uses")
+    again.read(5_000.0)
+    assert again.count == 2 and not again.take(grant(), b"third", 1_100.0) and again.take(grant(), NODE, 1_100.0)
+    for now, kept in ((2_120.0, {b"one", b"two"}), (2_121.0, {b"two", b"three"})):
+        key = b"two" if now == 2_120.0 else b"three"
+        assert again.take(grant(key, ends=9_000), NODE, now) and set(again._uses) == kept, "two minutes after its end"
+    again.void(1, 3_000.0)
+    assert again.count == 4 and not again.take(grant(b"new", made=3_000, ends=9_000), NODE, 3_000.0)
+    again.void(9, 3_000.0)
+    assert again.count == 9 and again.take(grant(b"new", made=3_001, ends=9_000), NODE, 3_001.0)
 
 
 def test_epoch_on_disk_never_falls(tmp_path: Path) -> None:
