@@ -14,6 +14,17 @@ def test_regular_file_is_read_up_to_limit(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_device_is_not_read_and_others_may_not_write_a_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="is not a regular file"):
+        read_file(Path("/dev/zero"), 100)
+    before = os.umask(0)
+    try:
+        put_file(tmp_path / "file", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
 @pytest.mark.parametrize("kind", ["link", "endless", "pipe", "directory", "nothing"])
 def test_other_files_are_refused_without_blocking(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "progress.json"

@@ -49,6 +49,18 @@ def test_caches_of_a_guest_count_for_its_disk_limit(tmp_path: Path) -> None:
     assert limits.used(launch)[0] >= before + MIB and limits.used(launch)[1] == inodes + 1
 
 
+def test_launch_gets_the_ceilings_that_it_does_not_ask_for() -> None:
+    most = Ceilings(1000, cpus=3.0, disk_bps=5)
+    launch = most.applied(LAUNCH)
+    assert (launch.memory_mib, launch.cpus, launch.pids, launch.shm_mib, launch.disk_bps) == (1000, 3.0, 4096, 500, 5)
+    less = most.applied(msgspec.structs.replace(LAUNCH, memory_mib=100, cpus=0.5))
+    assert (less.memory_mib, less.cpus, less.shm_mib) == (100, 0.5, 50)
+    assert [Ceilings(1000, shm_mib=shm).applied(LAUNCH).shm_mib for shm in (0, 300, 3000)] == [1, 300, 1000]
+    unset = most.applied(msgspec.structs.replace(LAUNCH, pids=7), sets=False)
+    assert (unset.memory_mib, unset.cpus, unset.pids, unset.shm_mib, unset.disk_bps) == (None, None, 7, 500, 5)
+    assert Ceilings(1).applied(LAUNCH).shm_mib == Ceilings(1).applied(LAUNCH, sets=False).shm_mib == 1
+
+
 def test_owner_keeps_eighth_of_memory_by_default() -> None:
     assert ceilings_of(64 << 10, Settings()) == Ceilings(56 << 10, 4096, log_mib=1024)
     assert ceilings_of(2 << 10, Settings()).memory_mib == 1 << 10

@@ -1,9 +1,11 @@
 """The inventory: a node admits exactly what its advert offers."""
 
+import os
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.gpus.inventory import Inventory, Lending, Presence
+from mesh.gpus.inventory import Inventory, Lending, Presence, machine_mib
 from placement.advert import Gpu, Portion, decode_advert, encode_advert
 from placement.allocation import all_free
 from placement.filters import refusals
@@ -34,6 +36,11 @@ def test_shares_fill_one_gpu_first() -> None:
     for job in (b"one", b"two", b"whole", b"unknown"):
         inventory.release(job)
     assert inventory.advert().free_portions == all_free(GPUS) and inventory.portions_of(b"one") == ()
+
+
+def test_one_job_may_have_the_whole_machine_by_default() -> None:
+    advert = lender().advert()
+    assert advert.cpus == os.cpu_count() and advert.memory_mib == machine_mib() > 0
 
 
 def test_repeated_admission_is_idempotent() -> None:

@@ -126,3 +126,28 @@ def test_reserved_rate_tracks_need(needs: list[float]) -> None:
         if worth(given_bps, wanted, LINK):
             given_bps = wanted
         assert abs(given_bps - wanted) <= 0.15 * given_bps and (given_bps > 0) == (wanted > 0)
+
+
+def test_rates_of_a_gigabit_link() -> None:
+    made = [one.words for one in rates("eth0", 1e9, 2e8, "add")]
+    found = {words[words.index("classid") + 1]: words[words.index("rate") + 1] for words in made}
+    assert found == {
+        HOST.classid: "760400000bit",
+        URGENT.classid: "200000000bit",
+        BULK.classid: "9800000bit",
+        GUEST.classid: "9800000bit",
+    }
+    for words in made:
+        assert words[words.index("ceil") + 1] == "980000000bit" and words[words.index("quantum") + 1] == "60000"
+    assert reserved(1e6, 1e9) == pytest.approx(8.48e6) and reserved(math.inf, 1e9) == pytest.approx(0.49e9)
+
+
+def test_queue_of_the_machine_is_that_of_another_program_unless_it_is_a_default() -> None:
+    queues = [
+        Qdisc("fq", "8001:", "eth0"),
+        Qdisc("mq", "0:", "eth0", root=True),
+        Qdisc("htb", "6d65:", "eth1", root=True),
+    ]
+    assert root_of(queues, "eth0") == queues[1] and root_of(queues, "eth2") is None
+    kinds = [None, queues[1], queues[2], Qdisc("noqueue", "8001:"), Qdisc("htb", "1:"), Qdisc("fq", "6d65:")]
+    assert [whose(one) for one in kinds] == ["nobody", "nobody", "ours", "nobody", "another", "another"]
