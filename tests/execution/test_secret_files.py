@@ -20,6 +20,7 @@ from mesh.execution.secret_files import (
     NoMemoryFiles,
     SecretFiles,
     file_system_of,
+    own_directories,
     shell_lines,
 )
 from tests.execution.bench import Bench
@@ -46,6 +47,20 @@ def test_files_are_in_memory_and_closed_to_others(files: SecretFiles) -> None:
     assert not place.exists() and (place.parent / "job-2").exists()
     SecretFiles(NODE).clear()  # as the next start of the node does
     assert not place.parent.exists()
+
+
+def test_directory_of_another_user_takes_no_secrets(
+    files: SecretFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.geteuid()
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(NoMemoryFiles, match="not a closed directory of this user"):
+            files.put("job-1", {"key": b"canary"})
+    assert not list(files.root.iterdir())
+    (tmp_path / "mesh-secrets-1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert own_directories(("",), "mesh-secrets") == [] and len(own_directories((str(tmp_path),), "mesh-secrets")) == 1
 
 
 def test_no_file_is_written_to_a_disk_or_into_a_directory_of_others(tmp_path: Path, files: SecretFiles) -> None:

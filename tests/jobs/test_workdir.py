@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,20 @@ def test_too_large_directory_is_refused_with_advice(tmp_path: Path, monkeypatch:
 def test_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match="not a directory"):
         collect_files(tmp_path / "missing", ())
+
+
+def test_working_directory_may_reach_its_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workdir, "LIMIT_BYTES", 10)
+    monkeypatch.setattr(workdir, "LIMIT_FILES", 3)
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a").write_bytes(bytes(4))
+    (tmp_path / "b").write_bytes(bytes(6))
+    os.mkfifo(tmp_path / "pipe")
+    assert collect_files(tmp_path, ()).keys() == {"work/inner", "work/a", "work/b"}
+    (tmp_path / "b").write_bytes(bytes(7))
+    with pytest.raises(MeshError, match="holds more than"):
+        collect_files(tmp_path, ())
+    (tmp_path / "b").write_bytes(b"")
+    (tmp_path / "c").touch()
+    with pytest.raises(MeshError, match="holds more than"):
+        collect_files(tmp_path, ())

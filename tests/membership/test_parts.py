@@ -16,7 +16,7 @@ from membership.clock_skew import ClockSkew
 from membership.config import SwimConfig
 from membership.framing import keep_alive, read_frame, write_frame
 from membership.member import MemberTable
-from membership.probe import RELAY_S, ProbeOrder, Relays
+from membership.probe import RELAY_S, LocalHealth, Probe, ProbeOrder, Relays
 from membership.ratelimit import BURST_S, MAX_ADDRESSES, MAX_SOURCES, MinimumInterval, TokenBuckets
 from membership.reconcile import FRAME_LIMIT, FrameError
 from membership.rumours import ITEM_OVERHEAD, RumourQueue
@@ -44,6 +44,35 @@ def test_clock_is_not_judged_by_two_peers() -> None:
     skew.add_sample(b"a", 500.0)
     skew.add_sample(b"b", 500.0)
     assert skew.offset_s == 500.0 and not skew.local_clock_is_wrong
+
+
+@pytest.mark.parametrize(
+    ("offsets", "wrong"),
+    [((2.0, 2.0, 2.0), False), ((-2.1, -2.1, -2.1), True), ((8.0, 10.0, 12.0), True), ((7.0, 10.0, 13.0), False)],
+)
+def test_clock_is_wrong_by_more_than_two_seconds_and_four_times_the_spread(
+    offsets: tuple[float, ...], wrong: bool
+) -> None:
+    skew = ClockSkew()
+    for number, offset in enumerate(offsets):
+        skew.add_sample(b"%d" % number, offset)
+    assert skew.local_clock_is_wrong is wrong
+
+
+def test_node_that_may_be_slow_probes_more_slowly_within_a_bound() -> None:
+    health = LocalHealth(4)
+    for by, score in ((2, 2), (1, 3), (5, 3)):
+        health.degrade(by)
+        assert health.score == score and health.scaled(0.5) == 0.5 * (score + 1)
+    for score in (2, 1, 0, 0):
+        health.improve()
+        assert health.score == score
+    probe = Probe(b"target", 1)
+    assert probe.missed_nacks == 1, "no relay was asked"
+    probe.expected_nacks = 2
+    for relay, missed in ((b"a", 1), (b"b", 0), (b"stranger", 0)):
+        probe.nacks.add(relay)
+        assert probe.missed_nacks == missed
 
 
 def test_token_buckets_refuse_a_flood_and_no_other_source() -> None:
