@@ -182,6 +182,11 @@ def test_deadline_falls_from_the_longest_to_the_shortest_with_confirmations() ->
         assert suspicion.confirm(accuser, 11.0) and not suspicion.confirm(accuser, 11.0)
         assert suspicion.deadline == pytest.approx(10.0 + longest - (longest - shortest) * left)
     assert not suspicion.confirm(b"d", 11.0) and suspicion.unreachable_at == 11.0
+    few = Suspicion(config, 3, b"a", 10.0)
+    assert few.confirm(b"b", 11.0) and few.deadline == pytest.approx(10.0 + config.suspicion_multiplier), (
+        "nobody is left"
+    )
+    assert Suspicion(config, 3, b"a", 10.0).deadline == pytest.approx(10.0 + 6 * config.suspicion_multiplier)
     alone = Suspicion(config, 1, b"a", 10.0)
     assert alone.deadline == pytest.approx(10.0 + config.suspicion_multiplier * config.probe_interval_s)
 
