@@ -37,7 +37,16 @@ class Daemon:
 
 def state(job: str, stage: str = "done", **more: Any) -> dict[str, Any]:
     outcome = None if stage not in {"done", "failed", "cancelled"} else {"kind": stage, "exit_code": 0}
-    return {"job": job, "array": None, "state": stage, "detail": "", "outcome": outcome, "saving": None, **more}
+    return {
+        "job": job,
+        "array": None,
+        "state": stage,
+        "detail": "",
+        "attempts": [],
+        "outcome": outcome,
+        "saving": None,
+        **more,
+    }
 
 
 def member(index: int, name: str, **more: Any) -> dict[str, Any]:
