@@ -152,7 +152,9 @@ def test_one_seed_gives_one_digest_in_any_process() -> None:
 @pytest.mark.parametrize("seed", seeds(1, 4))
 def test_guests_keep_their_lease_on_a_slow_partitioned_network(seed: int) -> None:
     """Regression: a guest started after its lease had expired, and a timer fired a rounding error early."""
-    world = checked(seed, faults=SLOW)
+    # Gangs hardly get on here: an answer takes as long as a lease.
+    mesh = msgspec.structs.replace(draw_mesh(seed), gangs=0.0)
+    world = checked(seed, faults=SLOW, mesh=mesh)
     world.run()
     assert world.commits > 0
 
