@@ -70,13 +70,13 @@ class Tool:
 
 
 class Ours(Tool):
-    order = "save"
+    order, back = "save", "restore"
 
     def save(self, number: int, directory: Path) -> None:
         self.run(*KEEP, self.order, self.repository, str(number), directory)
 
     def restore(self) -> None:
-        self.run(*KEEP, "restore", self.repository, "2", self.out)
+        self.run(*KEEP, self.back, self.repository, "2", self.out)
 
 
 class OursRaw(Ours):
@@ -84,7 +84,7 @@ class OursRaw(Ours):
 
 
 class OursSealed(Ours):
-    order = "sealed"
+    order, back = "sealed", "unseal"
 
 
 class OursInside(Tool):
@@ -272,7 +272,7 @@ def memory(place: Path, data: Path) -> list[dict[str, Any]]:
     for what, *arguments in (
         ("of the first save", "sealed", store, "1", data / "full" / "1"),
         ("of a save with differences, encrypted", "sealed", store, "2", data / "full" / "2"),
-        ("of a verified restore", "restore", store, "2", place / "memory" / "out"),
+        ("of a verified restore", "unseal", store, "2", place / "memory" / "out"),
     ):
         done = subprocess.run([*KEEP, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True)
         peak = int(done.stdout) * 1024 / 1e6

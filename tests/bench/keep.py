@@ -1,6 +1,6 @@
 """One save or restore of the store as its own command, to time it beside other tools. Prints the peak memory in KiB.
 
-keep.py save|raw|sealed STORE NUMBER DIRECTORY        restore STORE NUMBER DIRECTORY
+keep.py save|raw|sealed|restore|unseal STORE NUMBER DIRECTORY    `sealed` encrypts, `unseal` restores what it saved
 """
 
 import sys
@@ -27,8 +27,9 @@ def main() -> None:
 
 def keep(store: Store, order: str, number: int, directory: Path) -> None:
     known = {info.seq: info.id for info in store.manifests(JOB)}
-    if order == "restore":
-        store.restore(known[number], directory, prefix="ckpt", cipher=CIPHER)
+    cipher = CIPHER if order in {"sealed", "unseal"} else None
+    if order in {"restore", "unseal"}:
+        store.restore(known[number], directory, prefix="ckpt", cipher=cipher)
         return
     store.save(
         {"ckpt": directory},
@@ -41,7 +42,7 @@ def keep(store: Store, order: str, number: int, directory: Path) -> None:
         created_unix=0,
         seal=lambda payload: payload,
         compress=order != "raw",
-        cipher=CIPHER if order == "sealed" else None,
+        cipher=cipher,
     )
 
 
