@@ -75,7 +75,7 @@ async def main() -> None:
     state, directory, rate = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     identity, trust, store = open_store(state, directory)
     jobs: Any = SimpleNamespace(replicator=SimpleNamespace(refusals=Refusals()))
-    absent = Mock()
+    absent = Mock(credentials=trust.credentials(identity.node_id, time.time()))  # so that copies are the user's own
     app = PeerHandlers(
         trust,
         absent,
