@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 from aiohttp import web
 
@@ -74,7 +74,8 @@ def open_store(state: Path, directory: Path) -> tuple[Identity, TrustStore, Stor
 async def main() -> None:
     state, directory, rate = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     identity, trust, store = open_store(state, directory)
-    jobs: Any = SimpleNamespace(replicator=SimpleNamespace(refusals=Refusals()))
+    replicator = SimpleNamespace(refusals=Refusals(), bandwidth=Mock())
+    jobs: Any = SimpleNamespace(replicator=replicator, vouching=SimpleNamespace(judge=AsyncMock(return_value=True)))
     absent = Mock(credentials=trust.credentials(identity.node_id, time.time()))  # so that copies are the user's own
     app = PeerHandlers(
         trust,
