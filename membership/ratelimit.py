@@ -37,7 +37,7 @@ class TokenBuckets:
     def give_back(self, source: object, taken: float = 1.0) -> None:
         """Return tokens that `source` took."""
         if bucket := self._buckets.get(source):
-            bucket[0] += taken  # `allow` keeps no more than a full one
+            bucket[0] = min(self._capacity, bucket[0] + taken)
 
 
 class MinimumInterval:

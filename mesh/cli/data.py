@@ -8,7 +8,7 @@ import click
 from mesh.api.client import Client
 from mesh.cli.listing import listing, show
 from mesh.cli.names import DATA
-from mesh.cli.output import print_json, say, table
+from mesh.cli.output import leave_or_stop, print_json, say, table
 from mesh.cli.progress import progress
 from mesh.cli.terminal import client, json_option, quote
 from mesh.util.byte_text import amount
@@ -17,7 +17,6 @@ from mesh.util.text import plural
 
 POLL_S = 0.1
 PROGRESS_S = 2.0
-STOP_S = 2.0  # for a second Ctrl-C, as `mesh run` waits
 
 
 @click.group()
@@ -167,16 +166,9 @@ def _wait(daemon: Client, answer: dict[str, Any], head: str, doing: str) -> dict
                 time.sleep(POLL_S)
                 answer.update(daemon.get(f"/v1/data/work?kind={quote(work['kind'])}&name={quote(work['name'])}"))
     except KeyboardInterrupt:
-        try:
-            say(err=True)
-            say(
-                f"mesh: the daemon goes on {doing}: the same command waits again. Press Ctrl-C once more to stop it.",
-                err=True,
-            )
-            time.sleep(STOP_S)
-        except KeyboardInterrupt:
-            daemon.post("/v1/data/stop", work)
-            say("mesh: it is stopped: the same command continues it", err=True)
+        goes_on = f"mesh: the daemon goes on {doing}: the same command waits again. Press Ctrl-C once more to stop it."
+        stopped = "mesh: it is stopped: the same command continues it"
+        leave_or_stop(goes_on, lambda: daemon.post("/v1/data/stop", work), stopped)
         raise
     if answer["problem"]:
         raise MeshError(answer["problem"])

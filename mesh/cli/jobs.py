@@ -17,7 +17,7 @@ from mesh.cli.job_file import JobCommand, job_file, printed_file
 from mesh.cli.job_options import job_options, make_order
 from mesh.cli.listing import listing, show
 from mesh.cli.names import JOB, NODE
-from mesh.cli.output import Output, confirm, print_json, print_text, say, table, to_copy
+from mesh.cli.output import Output, confirm, leave_or_stop, print_json, print_text, say, table, to_copy
 from mesh.cli.progress import progress, report, waiting_for
 from mesh.cli.terminal import DURATION, ago, client, input_waits, job_path, json_option, quote
 from mesh.model.bounds import MAX_NODES
@@ -128,16 +128,8 @@ def run(
         with job_progress(daemon, job):
             follow_log(daemon, job, raw=raw)
     except KeyboardInterrupt:
-        try:
-            say(err=True)
-            say(
-                f"the job goes on: `mesh logs -f {job[:8]}` follows it again. Press Ctrl-C once more to cancel it.",
-                err=True,
-            )
-            time.sleep(2.0)
-        except KeyboardInterrupt:
-            daemon.post(f"/v1/jobs/{job}/cancel")
-            say("cancelled", err=True)
+        told = f"the job goes on: `mesh logs -f {job[:8]}` follows it again. Press Ctrl-C once more to cancel it."
+        leave_or_stop(told, lambda: daemon.post(f"/v1/jobs/{job}/cancel"), "cancelled")
         ctx.exit(int(ExitCode.INTERRUPTED))
     except BrokenPipeError:
         goes_on(job[:8])

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ _QUOTED = re.compile(r"`[^`\n]*`( there| on another machine)?")
 _COMMAND = re.compile(r"(?:(?<=`)|(?<=&& ))mesh (?!--state )")
 LAST_CUT = 40  # columns of the last column for which others are cut (own choice)
 LAST = 12  # columns that the last column keeps before others are left out for it (own choice)
+STOP_S = 2.0  # for a second Ctrl-C (own choice)
 
 
 _state = ""  # of `mesh --state`, quoted for a shell; empty without it
@@ -54,6 +56,17 @@ def to_copy(command: str) -> str:
 def say(text: str = "", err: bool = False, bold: bool = False) -> None:
     """Print one line. Whatever the text holds, it is one line of visible characters."""
     _print(suggested(text), err, bold)
+
+
+def leave_or_stop(goes_on: str, stop: Callable[[], object], stopped: str) -> None:
+    """After a Ctrl-C, say what goes on; after another one within `STOP_S`, stop it and say so."""
+    try:
+        say(err=True)
+        say(goes_on, err=True)
+        time.sleep(STOP_S)
+    except KeyboardInterrupt:
+        stop()
+        say(stopped, err=True)
 
 
 def quote_line(text: str) -> None:

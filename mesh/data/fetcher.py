@@ -41,12 +41,9 @@ FETCHES = 2  # data sets at a time for jobs, and as many that other nodes or the
 TELL_S = 0.5
 QUERY_BYTES = CHUNKS * (ID_BYTES + 2) + 64  # of a question about so many chunks, and of its answer
 LEAST_GIVEN_ON = 64 << 20  # bytes of a data set that is given on while it comes (own choice)
-LEAST_MEASURED, HALF_LIFE = (
-    64 << 20,
-    1 << 30,
-)  # bytes until a speed is known, and in which it is half forgotten (own choice)
+LEAST_MEASURED = 64 << 20  # bytes until a speed is known (own choice)
+HALF_LIFE = 1 << 30  # bytes in which a speed is half forgotten (own choice)
 COMING_S = 1.0  # for which a chunk on its way is awaited, and other fetches give way to an awaited one (own choice)
-
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class Progress:
 
 
 class Speed:
-    """The speed at which data sets came of late, whoever gave them."""
+    """The speed of recent fetches, from any nodes."""
 
     def __init__(self) -> None:
         self._bytes = self._took_s = 0.0

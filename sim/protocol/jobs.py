@@ -883,7 +883,8 @@ class JobsWorld(MembershipWorld):
         in_turn = 1 + sum(bool(spec.after or spec.after_any) or bool(spec.array and spec.array.limit) for spec in specs)
         steps = sum(work.steps for work in self.work.values())
         # The only place may be held by a job that is cut off for good, and whose user was not told that it was accepted.
-        stranded_s = 2400.0 if self.work.keys() - self.accepted else 0.0
+        held = {job for node in self.nodes if node.up for job in node.participant.runners}
+        stranded_s = 2400.0 if held - self.accepted else 0.0
         return 90.0 + shunned_s * in_turn + stranded_s + steps * STEP_S + BETWEEN_JOBS_S * len(self.work)
 
     def begin(self, spread_s: float = 5.0) -> None:

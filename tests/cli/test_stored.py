@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from mesh.cli import ckpt, data, image, secret
+from mesh.cli import ckpt, data, image, output, secret
 from mesh.cli.main import cli
 from mesh.util.errors import ExitCode, MeshError
 
@@ -168,7 +168,7 @@ def test_added_data_set_is_awaited_and_says_who_may_read_it(daemon: Daemon, tmp_
 def test_stopped_wait_says_that_the_daemon_goes_on(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "STOP_S", 0.0)
+    monkeypatch.setattr(output, "STOP_S", 0.0)
     for words, told in (
         (f"data add books {tmp_path}", "goes on adding it"),
         ("data pin books", "goes on fetching it"),
@@ -188,8 +188,9 @@ def test_second_interrupt_stops_what_the_daemon_does(daemon: Daemon, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(data.time, "sleep", sleep)
+    monkeypatch.setattr(output, "time", data.time)
     done = run(daemon, "data pin books", begun, begun | {"over": True})
-    assert done.exit_code == ExitCode.INTERRUPTED and waits == [data.POLL_S, data.STOP_S]
+    assert done.exit_code == ExitCode.INTERRUPTED and waits == [data.POLL_S, output.STOP_S]
     assert daemon.asked[1:] == [("/v1/data/stop", {"kind": "fetch", "name": "ab"})]
     assert "Press Ctrl-C once more to stop it" in done.stderr and "it is stopped" in done.stderr
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -212,8 +214,9 @@ async def test_registry_sends_node_only_to_named_registries_or_to_public_address
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: resolve("127.0.0.1", *rest, **named))
     async with registry(answer) as address, site(tmp_path, answer=head.encode() + found) as other:
         monkeypatch.setenv("SSL_CERT_FILE", str(other.ca))
+        mapped = str(ip_address("::ffff:10.0.0.1"))  # Python 3.14 writes it in another way than those before
         for target in (f"https://127.0.0.1:{other.port}/x", f"https://{other.where}/x", "https://[::ffff:10.0.0.1]/"):
-            with pytest.raises(FetchFailed, match=r"(127\.0\.0\.1|::ffff:(a00:1|10\.0\.0\.1)) is not public"):
+            with pytest.raises(FetchFailed, match=rf"(127\.0\.0\.1|{re.escape(mapped)}) is not public"):
                 await sent(target)
         for target in (f"http://127.0.0.1:{other.port}/x", f"http://{address}@{other.where}/x", "http://10.0.0.1/"):
             with pytest.raises(FetchFailed, match=r"an address without TLS|it wants a password"):

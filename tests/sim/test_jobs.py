@@ -111,13 +111,13 @@ def test_job_invariants_hold_under_all_faults(first: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("played", [(25,), pytest.param((10, 13, 14, 25), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("played", [(13, 25), pytest.param((10, 13, 14, 25), marks=pytest.mark.slow)])
 def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch, played: tuple[int, ...]) -> None:
     monkeypatch.setattr("sim.protocol.jobs.HOME_SHARE", 1.0)
     worlds = [checked(seed, mesh=MeshPlan()) for seed in played]  # many of their jobs return
     for world in worlds:
         world.run()
-    assert sum(world.returns for world in worlds) > 2 * len(worlds)
+    assert sum(world.returns for world in worlds) > 5
 
 
 def test_every_fault_is_drawn_by_some_seed() -> None:
