@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mesh.daemon.stack import Stack
+from mesh.jobs.log_times import read_marks
 from tests.e2e.commands import (
     ENDLESS,
     WAIT_S,
@@ -78,6 +79,13 @@ def test_any_node_describes_a_running_and_a_finished_job(shared: Stack, tmp_path
     assert full.returncode == 2 and "not empty" in full.stderr
 
 
+def marked_to_the_end(stack: Stack, job: str) -> bool:
+    """Tell whether the log of the job's only attempt has a time for its last byte, which stays when more is printed."""
+    (log,) = (path for node in stack.nodes for path in (node.where.logs / job).glob("*.txt"))
+    marks = read_marks(log)
+    return bool(marks) and marks[-1][1] == log.stat().st_size
+
+
 def test_logs_are_stamped_and_selected_by_time(shared: Stack, tmp_path: Path) -> None:
     node, other = shared.nodes[:2]
     program = (
@@ -87,7 +95,9 @@ def test_logs_are_stamped_and_selected_by_time(shared: Stack, tmp_path: Path) ->
         "print('end', flush=True)\n"
     )
     job = ok(node, "submit", "--no-workdir", "--", sys.executable, "-c", program, str(tmp_path / "end")).strip()
-    stamped = until(lambda: "late" in (t := ok(other, "logs", "-t", job)) and t, "the job to print its second line")
+    until(lambda: "late" in ok(other, "logs", job), "the job to print its second line")
+    until(lambda: marked_to_the_end(shared, job), "its node to note when it did")
+    stamped = ok(other, "logs", "-t", job)
     (early, text), (late, printed) = (line.split(" ", 1) for line in stamped.splitlines())
     early_at, late_at = datetime.fromisoformat(early), datetime.fromisoformat(late)
     assert text == "early" and (late_at - early_at).total_seconds() > 2

@@ -12,7 +12,7 @@ import pytest
 from mesh.daemon.stack import Stack, StackNode
 from tests.container_images import import_busybox, import_python
 from tests.dockerd import dockerd
-from tests.e2e.commands import WAIT_S, finished, job_state, ok, read, until
+from tests.e2e.commands import WAIT_S, finished, job_state, metric, ok, read, until
 from tests.podman import podman_service
 
 STEPS = 300
@@ -145,6 +145,13 @@ def test_python_program_moves_between_two_podmans_bit_for_bit(two_stores: tuple[
     program = ("python3", "-c", MEMORY_PROGRAM, "/dev/shm", "/tmp", "0.2")
     job = ok(one, "submit", *options, "--", *program).strip()
     first = until(lambda: (s := job_state(one, job)).get("checkpoint") and s, "a checkpoint", 5 * WAIT_S)
+    runner, seq = stack.node(first["node"]), first["checkpoint"]["seq"]
+    whole = metric(runner, "mesh_transfer_sent_bytes_total")
+    last = until(
+        lambda: (s := job_state(one, job)["checkpoint"]["seq"]) >= seq + 2 and s, "two more checkpoints", 5 * WAIT_S
+    )
+    more = metric(runner, "mesh_transfer_sent_bytes_total") - whole
+    assert more / (last - seq) < whole / 2, f"the standby has most of the image already: {whole} bytes, then {more}"
     ok(one, "job", "migrate", job)
     moved = until(
         lambda: (s := job_state(one, job))["state"] == "running" and len(s["attempts"]) == 2 and s,
