@@ -111,7 +111,6 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     length: int
 
 
-EMPTY = Page()
 _page_decoder, _list_decoder = msgspec.msgpack.Decoder(Page), msgspec.msgpack.Decoder(ChunkList)
 encode = msgspec.msgpack.encode
 

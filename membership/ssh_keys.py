@@ -23,7 +23,6 @@ _ECDSA: dict[bytes, hashes.HashAlgorithm] = {  # RFC 5656, 6.2.1
 _RSA: dict[bytes, hashes.HashAlgorithm] = {b"rsa-sha2-256": hashes.SHA256(), b"rsa-sha2-512": hashes.SHA512()}
 TYPES = (ED25519, RSA, *_ECDSA)
 RSA_BITS = range(2048, 4097)  # NIST SP 800-131A; the most that fits where join requests are published
-FINGERPRINT_BYTES = 32
 _MAGIC, _VERSION = b"SSHSIG", 1
 _DIGESTS = {b"sha256": hashlib.sha256, b"sha512": hashlib.sha512}
 _BEGIN, _END = "-----BEGIN SSH SIGNATURE-----", "-----END SSH SIGNATURE-----"

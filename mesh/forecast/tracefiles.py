@@ -13,7 +13,6 @@ from placement import logins, traces
 from placement.availability import Trace, TraceError, merge, trace_of_lent
 
 Form = Literal["swf-nodes", "spot-json", "fta", "last", "wtmp", "journal"]
-FORMS: tuple[Form, ...] = ("swf-nodes", "spot-json", "fta", "last", "wtmp", "journal")
 LARGEST = 512 << 20
 SQLITES_OWN = ("-wal", "-shm", "-journal")  # beside a database that is in use
 
