@@ -32,6 +32,7 @@ from mesh.data.manifest import (
     decode_manifest,
 )
 from mesh.rpc.client import PeerClient, PeerError
+from placement.advert import AdvertError, decode_advert
 
 LEARNED = 16  # manifests asked for at a look (own choice)
 MAX_KNOWN = 4096  # manifests in memory, and refused and missing ones remembered (own choice)
@@ -128,6 +129,14 @@ class DataDirectory:
     def holders(self, identity: bytes) -> list[NodeId]:
         """Return the other nodes that say they have a data set whole."""
         return [node for node, held in self.claims() if held.id == identity]
+
+    def lends(self, node: NodeId) -> bool:
+        """Tell whether a node lends now, as its advert says."""
+        record = self._membership.record(node, "advert")
+        try:
+            return record is not None and decode_advert(node, record.body).lending
+        except AdvertError:
+            return False
 
     def fetching(self, identity: bytes) -> list[NodeId]:
         """Return the other nodes that say they fetch a data set, and give on what has come."""

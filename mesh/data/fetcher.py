@@ -307,10 +307,13 @@ class DataFetcher:
         tell: Callable[[int], None],
         urgent: bool = False,
     ) -> None:
-        """Fetch some chunks from several holders at once; FetchFailed if they do not have them all."""
+        """Fetch some chunks from several holders at once: of those that do not lend now, whose owners may be at work, only what
+        the others do not give. FetchFailed if they do not have them all.
+        """
         holders = [node for node in self._directory.holders(identity) if node not in failed]
         random.shuffle(holders)  # small fetches ask the first ones alone
-        holders = holders[:SOURCES]
+        lending = [node for node in holders if self._directory.lends(node)]
+        spared = [node for node in holders if node not in lending]
         swarm = self._swarm(identity, whose, failed, urgent)
         if not holders and not swarm.nodes():
             why = "; ".join(dict.fromkeys(failed.values())) or "no node that is there has it whole"
@@ -330,16 +333,22 @@ class DataFetcher:
             failed[source] = str(error) or "no answer in time"
             return failed[source]
 
-        plan = Fetch(missing, holders, urgent or self.streamed[identity] > 0, random.Random())
-        if not urgent:
-            self._plans[identity] = plan
-        try:
-            problem = await fetched_chunks(plan, pull, fault, tell, swarm)
-        finally:
+        size, problem = sum(missing.values()), ""
+        for sources in [some for some in (lending, spared) if some] or [[]]:
+            left = await asyncio.to_thread(self._holdings.store.missing, list(missing)) if problem else list(missing)
+            wanted = {one: missing[one] for one in left}
+            before = size - sum(wanted.values())
+            plan = Fetch(wanted, sources[:SOURCES], urgent or self.streamed[identity] > 0, random.Random())
             if not urgent:
-                del self._plans[identity]
-        if problem:
-            raise FetchFailed(problem)
+                self._plans[identity] = plan
+            try:
+                problem = await fetched_chunks(plan, pull, fault, lambda got, before=before: tell(before + got), swarm)
+            finally:
+                if not urgent:
+                    del self._plans[identity]
+            if not problem:
+                return
+        raise FetchFailed(problem)
 
     def _swarm(self, identity: bytes, whose: Whose, failed: Mapping[NodeId, str], urgent: bool) -> Swarm:
         """Return those who fetch the same data set. One that has nothing of what is urgent is not asked about that again."""

@@ -25,7 +25,9 @@ from mesh.data.manifest import (
     encode_manifest,
 )
 from mesh.rpc.client import PeerError
+from placement.advert import encode_advert
 from tests.chains import admitted
+from tests.consensus.worlds import make_advert
 
 NOW = time.time()
 ADA, BOB, EVE = Identity(b"a" * 32), Identity(b"b" * 32), Identity(b"e" * 32)
@@ -45,6 +47,7 @@ class Mesh:
         self.trust = TrustStore(genesis)
         self.credentials = {node: self.trust.admit_chain(one, NOW) for node, one in self.chains.items()}
         self.sections: dict[NodeId, Any] = {}
+        self.adverts: dict[NodeId, Any] = {}
         self.answers: dict[tuple[NodeId, bytes], bytes] = {}
         self.asked: list[tuple[NodeId, bytes]] = []
         self.blamed: list[NodeId] = []
@@ -58,6 +61,7 @@ class Mesh:
                 for one, own in self.credentials.items()
             ],
             records=lambda prefix: list(self.sections.values()),
+            record=lambda node, section: self.adverts.get(node) if section == "advert" else None,
         )
         peers: Any = SimpleNamespace(call=self._call)
         self.directory = DataDirectory(
@@ -198,6 +202,13 @@ async def test_claims_are_those_of_other_nodes_that_are_there(mesh: Mesh) -> Non
     assert mesh.directory.fetching(pictures[0]) == [BOB.node_id] and mesh.directory.holders(pictures[0]) == []
     mesh.sections[BOB.node_id] = SimpleNamespace(node=BOB.node_id, section=SECTION, body=b"\xc1")
     assert mesh.directory.holders(pictures[0]) == [], "an announcement that cannot be read claims nothing"
+
+
+@pytest.mark.parametrize(("lending", "body"), [(True, None), (False, None), (False, b"\xc1")])
+def test_node_lends_if_its_advert_says_so(mesh: Mesh, lending: bool, body: bytes | None) -> None:
+    body = body or encode_advert(make_advert(BOB.node_id, lending=lending))
+    mesh.adverts[BOB.node_id] = SimpleNamespace(body=body)
+    assert mesh.directory.lends(BOB.node_id) == lending and not mesh.directory.lends(EVE.node_id)
 
 
 async def test_manifests_in_memory_are_bounded_and_what_is_here_stays(

@@ -23,6 +23,7 @@ from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.space import Room
 from mesh.rpc.client import PeerError
+from tests.ckptstore.worlds import feed
 
 FIRST, SECOND = b"1" * 32, b"2" * 32
 JOB, CIPHER = b"j" * 16, StateCipher(b"the key of a private data set..!")
@@ -60,11 +61,13 @@ class Fetching:
         self.arriving: list[Room] = []
         self.hang: asyncio.Event | None = None
         self.known = {self.identity: self.manifest}
+        self.spared: set[bytes] = set()  # holders that do not lend now
         directory: Any = SimpleNamespace(
             known=self.known,
             sealed=lambda identity: b"sealed",
             holders=lambda identity: list(self.listed),
             fetching=lambda identity: list(self.fetching),
+            lends=lambda node: node not in self.spared,
         )
         space: Any = SimpleNamespace(room=self._make_room, arrival=self._arrive)
         self.holdings = Holdings(root / "here", None, directory, lambda realm: self.cipher)
@@ -114,7 +117,7 @@ class Fetching:
             if self.fails[request.source]:
                 raise self.fails[request.source].pop(0)
             for data in self.holders[request.source].stream(request.ids):
-                receiver.feed(data)
+                feed(receiver, data)
         except BaseException:
             receiver.abort()
             raise
@@ -161,6 +164,18 @@ async def test_holder_that_fails_is_replaced_by_another(fetching: Fetching) -> N
     fetching.fails[FIRST] = [PeerError("it is off")] * 50
     await fetching.fetch()
     assert fetching.arrived and not fetching.blamed
+
+
+async def test_holder_that_does_not_lend_now_is_asked_only_for_what_others_do_not_give(fetching: Fetching) -> None:
+    fetching.spared = {SECOND}
+    await fetching.fetch()
+    assert fetching.arrived and {request.source for request in fetching.asked} == {FIRST}
+
+
+async def test_holder_that_does_not_lend_now_gives_what_no_other_does(fetching: Fetching) -> None:
+    fetching.spared, fetching.fails[FIRST] = {SECOND}, [PeerError("it is off")] * 50
+    await fetching.fetch()
+    assert fetching.arrived and {request.source for request in fetching.asked} == {FIRST, SECOND}
 
 
 async def test_holder_that_sends_wrong_data_is_blamed(fetching: Fetching) -> None:
