@@ -38,11 +38,6 @@ class Receiver:
         self._writer = PackWriter(store.tmp, store.packs, foreign, lambda: store.check_incoming(foreign))
         self.arrived: set[bytes] = set()  # complete chunks, including those that the store had already
 
-    def feed(self, data: Bytes) -> int:
-        """Take some bytes; return the number of chunks they completed. CorruptChunk ends the stream."""
-        self.expect(len(data))
-        return self.take(self.objects.feed(data))
-
     def expect(self, count: int) -> None:
         """Count bytes that come, or will come. CorruptChunk if they are too many."""
         self._remaining -= count
@@ -50,7 +45,7 @@ class Receiver:
             raise CorruptChunk("the peer sends more than was requested")
 
     def take(self, objects: Iterable[StoredObject]) -> int:
-        """Take objects whose bytes were expected, from `objects`; return their number. CorruptChunk ends the stream."""
+        """Take complete objects whose bytes were expected; return their number. CorruptChunk ends the stream."""
         count = 0
         with self._lock, self._store.disk_errors():
             for header, stored in objects if not self._ended else ():

@@ -44,7 +44,7 @@ async def pulled(peers: PeerClient, request: Request, path: str, body: bytes, re
             else:
                 receiver.expect(response.content_length)
                 arriving = stack.enter_context(DirectBody(response, receiver.objects))
-                await fed(arriving.read, receiver.take, receiver)
+                await fed(arriving.read, receiver)
     except BaseException:
         await asyncio.to_thread(receiver.abort)
         raise

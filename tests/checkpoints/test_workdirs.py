@@ -16,7 +16,7 @@ from mesh.consensus.status import JobStatus
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec
 from tests.checkpoints.test_retention import DAY_S, NOW, ONE, THREE, TWO, journal, told
-from tests.ckptstore.worlds import fake_seal, open_store, save, stream, write_tree
+from tests.ckptstore.worlds import fake_seal, feed, open_store, save, stream, write_tree
 from tests.consensus.worlds import make_spec
 
 __all__ = ["journal"]  # a fixture
@@ -258,7 +258,7 @@ def test_working_directories_of_one_user_are_bounded(tmp_path: Path, monkeypatch
         sealed = ours.sealed_manifest(identity := upload(ours, tmp_path, user, size))
         receiver = theirs.receive(10**9, user != theirs.user)
         for piece in stream(ours, theirs, identity):
-            receiver.feed(piece)
+            feed(receiver, piece)
         receiver.finish()
         theirs.accept_manifest(sealed)
 
@@ -284,7 +284,7 @@ def test_manifests_of_working_directories_count_and_shared_chunks_count_once(
     saved = ours.manifest(upload(ours, tmp_path, "mallory", 40_000))
     receiver = theirs.receive(10**9, foreign=True)
     for piece in ours.stream(saved.chunks):
-        receiver.feed(piece)
+        feed(receiver, piece)
     receiver.finish()
     read = list[bytes]()
     manifest = theirs.manifest

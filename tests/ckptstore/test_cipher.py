@@ -15,7 +15,7 @@ from ckptstore.codec import encode
 from ckptstore.encoding import RAW, ZSTD, Encoding
 from ckptstore.errors import CorruptChunk, MissingChunks, MissingKey, StoreError
 from ckptstore.pack import HEADER_BYTES, ObjectHeader, check_stored, chunk_name, encode_header, open_chunk, wrap
-from tests.ckptstore.worlds import CIPHER, chunk_id, copy, damage, open_store, read_tree, save, write_tree
+from tests.ckptstore.worlds import CIPHER, chunk_id, copy, damage, feed, open_store, read_tree, save, write_tree
 
 OTHER = StateCipher(b"another key of 32 bytes........!")
 SECRET = b"the weights of a model that nobody may see. "
@@ -116,7 +116,7 @@ def test_bytes_without_the_realms_signature_are_refused(tmp_path: Path) -> None:
     for attempt in attempts:
         receiver = theirs.receive(10_000)
         with pytest.raises(CorruptChunk):
-            receiver.feed(attempt)
+            feed(receiver, attempt)
         receiver.abort()
     assert theirs.missing([name.id]) == [name.id]
 

@@ -12,7 +12,7 @@ from ckptstore.checker import verify
 from ckptstore.cipher import StateCipher
 from ckptstore.errors import StoreError
 from tests.ckptstore.crashes import Mark, Recorder, State, crash_states
-from tests.ckptstore.worlds import CIPHER, JOB, open_store, read_tree, save, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, feed, open_store, read_tree, save, write_tree
 
 pytestmark = pytest.mark.usefixtures("alone")
 Tree = dict[str, bytes]
@@ -42,7 +42,7 @@ def history(root: Path, cipher: StateCipher | None) -> tuple[Recorder, dict[byte
     with recorder.recording():
         receiver = store.receive(10**6)
         for piece in other.stream(third.manifest.chunks):
-            receiver.feed(piece)
+            feed(receiver, piece)
         receiver.finish()
         store.accept_manifest(third.sealed)
         recorder.mark("promised", third.id)

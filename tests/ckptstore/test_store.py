@@ -78,6 +78,7 @@ from tests.ckptstore.worlds import (
     damage,
     fake_seal,
     fake_unseal,
+    feed,
     frame,
     open_store,
     read_tree,
@@ -695,7 +696,7 @@ def test_manifest_is_accepted_only_with_all_its_chunks(tmp_path: Path) -> None:
     receiver = theirs.receive(10**8)
     for piece in ours.stream(ids):
         for start in range(0, len(piece), 100_000):
-            receiver.feed(piece[start : start + 100_000])
+            feed(receiver, piece[start : start + 100_000])
     assert receiver.finish() == len(ids)
     assert theirs.accept_manifest(saved.sealed) == saved.id
     theirs.restore(saved.id, tmp_path / "out", prefix="ckpt")
@@ -709,7 +710,7 @@ def test_wrong_endless_and_truncated_streams_leave_nothing(tmp_path: Path) -> No
     for data, limit in [(wrong, 1000), (good * 100, 200), (good[:-1], 1000)]:
         receiver = store.receive(limit)
         with pytest.raises(CorruptChunk):
-            receiver.feed(data)
+            feed(receiver, data)
             receiver.finish()
         receiver.abort()
     assert store.missing([chunk_id(b"good")]) == [chunk_id(b"good")]
@@ -719,7 +720,7 @@ def test_wrong_endless_and_truncated_streams_leave_nothing(tmp_path: Path) -> No
 def test_stream_that_ends_inside_a_chunk_leaves_no_file(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     receiver = store.receive(1000)
-    receiver.feed(frame(b"good")[:-1])
+    feed(receiver, frame(b"good")[:-1])
     with pytest.raises(CorruptChunk, match="inside a chunk"):
         receiver.finish()
     assert not list((tmp_path / "store" / "tmp").iterdir())
@@ -729,17 +730,17 @@ def test_receiver_that_has_ended_takes_nothing_more(tmp_path: Path) -> None:
     """A peer's bytes may still arrive while the call that began the stream is given up."""
     store, good, late = open_store(tmp_path / "store"), frame(b"good"), frame(b"late")
     receiver = store.receive(len(good) + len(late))
-    receiver.feed(good)
+    feed(receiver, good)
     assert receiver.keep() == 1 and receiver.keep() == 0
-    assert receiver.feed(late) == 0 and receiver.arrived == {chunk_id(b"good")}
+    assert feed(receiver, late) == 0 and receiver.arrived == {chunk_id(b"good")}
     receiver.abort()
     assert store.missing([chunk_id(b"good"), chunk_id(b"late")]) == [chunk_id(b"late")]
     ended = store.receive(len(late))
     ended.abort()
     ended.abort()
-    assert ended.feed(late) == 0 and ended.keep() == 0
+    assert feed(ended, late) == 0 and ended.keep() == 0
     exact = store.receive(len(late))
-    exact.feed(late)
+    feed(exact, late)
     assert exact.finish() == 1, "as much as was asked for"
 
 
@@ -1047,8 +1048,8 @@ def test_quota_ends_a_stream_that_exceeds_it(tmp_path: Path) -> None:
     one, two = theirs.receive(10**9), theirs.receive(10**9)
     with pytest.raises(QuotaExceeded):
         for _ in range(100):
-            one.feed(frame(os.urandom(1000)))
-            two.feed(frame(os.urandom(1000)))
+            feed(one, frame(os.urandom(1000)))
+            feed(two, frame(os.urandom(1000)))
     taken = sum(path.stat().st_size for path in theirs.tmp.iterdir())
     assert 90_000 < taken < 105_000, "what comes in at the same time counts together"
     for receiver in (one, two):
@@ -1057,11 +1058,11 @@ def test_quota_ends_a_stream_that_exceeds_it(tmp_path: Path) -> None:
     three, four = theirs.receive(10**9), theirs.receive(10**9)
     for receiver in (three, four):
         for _ in range(40):
-            receiver.feed(frame(os.urandom(1000)))
+            feed(receiver, frame(os.urandom(1000)))
     assert three.finish() == 40
     with pytest.raises(QuotaExceeded):
         for _ in range(40):
-            four.feed(frame(os.urandom(1000)))
+            feed(four, frame(os.urandom(1000)))
 
 
 def test_save_beyond_the_quota_ends_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1072,7 +1073,7 @@ def test_save_beyond_the_quota_ends_as_it_is_written(tmp_path: Path, monkeypatch
     )
     write_tree(tmp_path / "in", {f"{number:02}": os.urandom(300_000) for number in range(50)})
     other = store.receive(10**9)
-    other.feed(frame(os.urandom(500_000)))
+    feed(other, frame(os.urandom(500_000)))
     with pytest.raises(QuotaExceeded, match="store_quota_gib"):
         save(store, tmp_path / "in")
     assert sum(written) <= 1_000_000, "what is saved and what comes in at the same time count together"
@@ -1089,18 +1090,18 @@ def test_number_of_chunks_of_a_stream_is_bounded(tmp_path: Path, monkeypatch: py
     receiver = open_store(tmp_path / "theirs").receive(10**9)
     with pytest.raises(CorruptChunk, match="more than 3 chunks"):
         for _ in range(4):
-            receiver.feed(frame(os.urandom(8)))
+            feed(receiver, frame(os.urandom(8)))
 
 
 def test_stream_that_ends_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path / "store", quota_bytes=1_000_000)
     ends, other = store.receive(1 << 30, foreign=True), store.receive(1 << 30, foreign=True)
-    ends.feed(frame(os.urandom(600_000)))
+    feed(ends, frame(os.urandom(600_000)))
     real = store.publish_pack
 
     def meanwhile(writer: PackWriter) -> None:
         real(writer)
-        other.feed(frame(os.urandom(100_000)))
+        feed(other, frame(os.urandom(100_000)))
 
     monkeypatch.setattr(store, "publish_pack", meanwhile)
     assert ends.finish() == 1
@@ -1129,7 +1130,7 @@ def test_part_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyP
     named = save(ours, tmp_path / "in", seq=2)
     receiver = theirs.receive(10**6, foreign=True)
     for piece in ours.stream(saved.manifest.chunks):
-        receiver.feed(piece)
+        feed(receiver, piece)
     receiver.finish()
     monkeypatch.setattr(objects, "LEAST_FREE", 1 << 62)
     monkeypatch.setattr(objects, "LEAST_SHARE", 1)  # all of it
@@ -1140,7 +1141,7 @@ def test_part_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyP
         more = save(ours, tmp_path / "in", seq=3)
     with pytest.raises(DiskFull, match="stay free"):
         for piece in ours.stream(more.manifest.chunks):
-            receiver.feed(piece)
+            feed(receiver, piece)
     with pytest.raises(DiskFull):
         theirs.accept_manifest(named.sealed)
     assert theirs.manifests() == []
@@ -1160,7 +1161,7 @@ def test_foreign_chunks_have_their_own_quota(tmp_path: Path) -> None:
         receiver = theirs.receive(10**6, foreign)
         with contextlib.nullcontext() if not foreign else pytest.raises(QuotaExceeded, match="foreign_quota_gib"):
             for piece in ours.stream(saved.manifest.chunks):
-                receiver.feed(piece)
+                feed(receiver, piece)
             assert receiver.finish() in {0, 1}
         receiver.abort()
     assert theirs.foreign_bytes() == 0
@@ -1169,7 +1170,7 @@ def test_foreign_chunks_have_their_own_quota(tmp_path: Path) -> None:
     copied = save(ours, tmp_path / "in", seq=2)
     receiver = theirs.receive(10**6, foreign=True)
     for piece in ours.stream(copied.manifest.chunks):
-        receiver.feed(piece)
+        feed(receiver, piece)
     receiver.finish()
     theirs.accept_manifest(copied.sealed)
     for ruin in (lambda: None, (tmp_path / "theirs" / "index.sqlite").unlink):
@@ -1192,7 +1193,7 @@ def test_chunks_of_the_nodes_own_user_are_not_foreign(tmp_path: Path) -> None:
     theirs.user, theirs.foreign_quota_bytes = "eve", 4000
     receiver = theirs.receive(10**6)
     for piece in ours.stream(saved.manifest.chunks):
-        receiver.feed(piece)
+        feed(receiver, piece)
     assert receiver.finish() == 1 and theirs.foreign_bytes() == 0
 
 
@@ -1379,7 +1380,7 @@ def test_chunks_that_are_fetched_are_kept_until_their_manifest_comes(tmp_path: P
     with theirs.wanted(saved.manifest.chunks):
         receiver = theirs.receive(10**6)
         for piece in ours.stream(saved.manifest.chunks):
-            receiver.feed(piece)
+            feed(receiver, piece)
         receiver.finish()
         assert theirs.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 0
     assert theirs.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 1

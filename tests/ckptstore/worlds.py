@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.cipher import StateCipher
-from ckptstore.encoding import RAW
+from ckptstore.encoding import RAW, Bytes
 from ckptstore.manifest import Kind, Seal
 from ckptstore.pack import chunk_name, encode_header, wrap
+from ckptstore.receiver import Receiver
 from ckptstore.store import SavedManifest, Store
 
 JOB = b"j" * 16
@@ -72,11 +73,17 @@ def stream(ours: Store, theirs: Store, identity: bytes) -> list[memoryview]:
     return list(ours.stream([chunk for chunk in needed if chunk in missing]))
 
 
+def feed(receiver: Receiver, data: Bytes) -> int:
+    """Give a receiver bytes of a stream; return the number of chunks that they complete."""
+    receiver.expect(len(data))
+    return receiver.take(receiver.objects.feed(data))
+
+
 def copy(ours: Store, theirs: Store, saved: SavedManifest) -> int:
     """Copy a checkpoint as two daemons do; return the bytes sent."""
     receiver, sent = theirs.receive(10**9), 0
     for piece in stream(ours, theirs, saved.id):
-        receiver.feed(piece)
+        feed(receiver, piece)
         sent += len(piece)
     receiver.finish()
     theirs.accept_manifest(saved.sealed)

@@ -28,6 +28,7 @@ from mesh.data.library import Brought, Cache, Check, DataLibrary, OwnCopy, _fini
 from mesh.data.manifest import DataError, DataManifest, FetchFailed, Reader, encode_manifest, statement
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
+from tests.ckptstore.worlds import feed
 
 SET, OTHER = b"i" * 32, b"o" * 32
 SIZE = 1 << 20
@@ -386,7 +387,7 @@ async def test_damaged_chunk_costs_neither_the_set_nor_the_files_of_a_guest(
     async def pulled(peers: object, request: Request, path: str, body: bytes, receiver: Any) -> Any:
         asked.extend(request.ids)
         for data in other.stream(request.ids):
-            receiver.feed(data)
+            feed(receiver, data)
         return list(receiver.arrived), asyncio.create_task(asyncio.to_thread(receiver.keep))
 
     monkeypatch.setattr(fetcher, "pulled", pulled)

@@ -11,13 +11,14 @@ from aiohttp import web
 
 from ckptstore.errors import StoreError
 from ckptstore.messages import decode_missing_query, encode_ids
+from ckptstore.receiver import Receiver
 from ckptstore.store import Store
 from membership.identity import Identity
 from mesh.checkpoints.loss_estimate import LossEstimate
 from mesh.rpc.client import Address, PeerClient
 from mesh.rpc.pacing import Wire
 from mesh.rpc.server import READ_BYTES, PeerServer
-from mesh.rpc.streams import taken
+from mesh.rpc.streams import finished, received
 from mesh.util.boottime import boot_s
 from tests.ckptstore.worlds import open_store
 
@@ -67,6 +68,12 @@ async def serve(
     server = PeerServer(app, identity, MESH, lambda node: "", read_bytes=read_bytes)
     await server.start(listener)
     return server, Address(*listener.getsockname()[:2])
+
+
+async def taken(content: Any, receiver: Receiver) -> int:
+    """Take a stream of chunks as a node does; return how many were new."""
+    await received(content, receiver)
+    return await finished(receiver)
 
 
 class Keeper:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,13 +12,14 @@ import pytest
 from aiohttp import web
 
 from ckptstore.chunker import CHUNK_BYTES
-from ckptstore.codec import Bytes
 from ckptstore.errors import StoreError
+from ckptstore.pack import StoredObject
 from ckptstore.receiver import Receiver
 from ckptstore.store import SavedManifest, Store
 from mesh.rpc import streams
-from mesh.rpc.streams import sliced, taken
+from mesh.rpc.streams import sliced
 from tests.ckptstore.worlds import chunk_id, frame, open_store, save, write_tree
+from tests.rpc.nodes import taken
 
 CHUNKS = 3
 
@@ -155,15 +156,15 @@ class Pieces:
 
 
 class Watched(Receiver):
-    """Stores a piece only once the next has been asked for."""
+    """Stores objects only once the next ones have been asked for."""
 
     pieces: Pieces
 
-    def feed(self, data: Bytes) -> int:
-        self.fed = getattr(self, "fed", 0) + 1
-        for _ in range(2 if self.fed == 1 else 1):
+    def take(self, objects: Iterable[StoredObject]) -> int:
+        self.taken = getattr(self, "taken", 0) + 1
+        for _ in range(2 if self.taken == 1 else 1):
             assert self.pieces.asked.acquire(timeout=60), "the connection waits for the disk"
-        return super().feed(data)
+        return super().take(objects)
 
 
 async def test_receive_overlaps_storing(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ async def test_receive_overlaps_storing(tmp_path: Path) -> None:
     chunks = [os.urandom(1000) for _ in range(3)]
     receiver = Watched(store, 10**9)
     receiver.pieces = Pieces(*map(frame, chunks), b"")
-    assert await taken(receiver.pieces, receiver) == 3  # type: ignore[arg-type]
+    assert await taken(receiver.pieces, receiver) == 3
     assert store.missing([chunk_id(chunk) for chunk in chunks]) == []
     store.close()
 
@@ -183,7 +184,7 @@ async def test_damaged_then_broken_stream_keeps_nothing(tmp_path: Path) -> None:
     receiver = Watched(store, 10**9)
     receiver.pieces = Pieces(frame(good), bytes(bad))
     with pytest.raises(aiohttp.ClientPayloadError):
-        await taken(receiver.pieces, receiver)  # type: ignore[arg-type]
+        await taken(receiver.pieces, receiver)
     assert store.missing([chunk_id(good)]) and not list((tmp_path / "packs").iterdir())
     assert not list((tmp_path / "tmp").iterdir())
     store.close()
@@ -199,7 +200,7 @@ async def test_stream_that_nobody_waits_for_any_more_leaves_nothing_open(tmp_pat
 
     pieces = Pieces(frame(b"one"), b"")
     busy = thread.submit(free.wait)
-    ending = asyncio.create_task(taken(pieces, begun[0]))  # type: ignore[arg-type]
+    ending = asyncio.create_task(taken(pieces, begun[0]))
     while pieces.given < 2 or begun[0].arrived != {chunk_id(b"one")}:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0)

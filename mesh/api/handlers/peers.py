@@ -66,7 +66,7 @@ UPLOADS, UPLOADS_PER_PEER = 16, 4
 # Decoded at a time, one of a member: they take a thread, and a processor for up to seconds (own choice). As many blobs are
 # compared with their hashes: one of 100 GiB takes minutes at its first use, and manifests do not wait for that.
 MANIFESTS = 2
-UPLOAD_BYTES = MAX_STORED + 4 * READ_BYTES  # a chunk that is not complete, and what is read ahead
+UPLOAD_BYTES = 3 * MAX_STORED + 4 * READ_BYTES  # chunks that are stored, wait and come, and what is read ahead
 
 log = logging.getLogger(__name__)
 
