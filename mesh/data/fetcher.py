@@ -337,12 +337,15 @@ class DataFetcher:
         for sources in [some for some in (lending, spared) if some] or [[]]:
             left = await asyncio.to_thread(self._holdings.store.missing, list(missing)) if problem else list(missing)
             wanted = {one: missing[one] for one in left}
-            before = size - sum(wanted.values())
+
+            def told(got: int, before: int = size - sum(wanted.values())) -> None:
+                tell(before + got)
+
             plan = Fetch(wanted, sources[:SOURCES], urgent or self.streamed[identity] > 0, random.Random())
             if not urgent:
                 self._plans[identity] = plan
             try:
-                problem = await fetched_chunks(plan, pull, fault, lambda got, before=before: tell(before + got), swarm)
+                problem = await fetched_chunks(plan, pull, fault, told, swarm)
             finally:
                 if not urgent:
                     del self._plans[identity]
