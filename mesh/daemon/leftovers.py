@@ -107,7 +107,7 @@ def remove(where: Layout) -> tuple[Leftovers, Leftovers]:
 
 def _of_engine(client: Any, node: str) -> tuple[list[Any], list[Any]]:
     mine = {"label": f"{LABEL_NODE}={node}"}
-    return client.containers.list(all=True, filters=mine, ignore_removed=True), client.networks.list(filters=mine)
+    return client.containers.list(all=True, filters=mine, sparse=True), client.networks.list(filters=mine)
 
 
 @contextlib.contextmanager

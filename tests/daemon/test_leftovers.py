@@ -53,7 +53,7 @@ class Machine:
             def answer(filters: dict[str, str], **more: object) -> list[Any]:
                 if self.fails:
                     raise self.fails
-                assert more == ({"all": True, "ignore_removed": True} if kind == "containers" else {})
+                assert more == ({"all": True, "sparse": True} if kind == "containers" else {})
                 return [one for one in getattr(self, kind) if filters == {"label": f"{LABEL_NODE}={one.node}"}]
 
             return SimpleNamespace(list=answer)

@@ -74,6 +74,6 @@ def labelled(node: str) -> list[Any]:
     client = docker.from_env()
     try:
         mine = {"label": f"campus-mesh.node={node}"}
-        return list(client.containers.list(all=True, filters=mine, ignore_removed=True))
+        return list(client.containers.list(all=True, filters=mine, sparse=True))
     finally:
         client.close()

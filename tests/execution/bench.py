@@ -97,9 +97,7 @@ def containers(label: str) -> list[object]:
 
     client = docker.from_env()
     try:
-        return list(
-            client.containers.list(all=True, filters={"label": f"campus-mesh.node={label}"}, ignore_removed=True)
-        )
+        return list(client.containers.list(all=True, filters={"label": f"campus-mesh.node={label}"}, sparse=True))
     finally:
         client.close()
 

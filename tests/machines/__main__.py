@@ -123,8 +123,9 @@ class Tried:
             known = checks.facts(machine)
             told(f"{machine.name}: {known}")
             name = {"system": known["system"], "kernel": known["kernel"], "commit": commit()}
-            for engine, answers in all_engines(machine, known, parts):
-                self._put("engines", {**name, "engine": engine, "contract": answers}, "engine")
+            with self.noting(f"{machine.name}, engines"):
+                for engine, answers in all_engines(machine, known, parts):
+                    self._put("engines", {**name, "engine": engine, "contract": answers}, "engine")
             if "system" in parts:
                 by = f"Podman {known['podman']}, CRIU {known['criu']}"
                 self._put("system", {**name, "by": by, **checks.contract(machine, checks.SAVED)}, "by")

@@ -144,7 +144,9 @@ def start_rootless_docker(machine: Machine, user: str) -> None:
         f"systemd-run --user --unit docker {service} --setenv PATH=$PATH:/usr/sbin:/sbin:{scripts} {scripts}/dockerd-rootless.sh",
         user=user,
     )
-    asks = f"{ROOTLESS_DOCKER} docker version"
+    asks = (
+        "curl -fs --unix-socket /run/user/$(id -u)/docker.sock http://localhost/_ping"  # trixie has no docker command
+    )
     until(lambda: machine.run(asks, user=user, check=False).returncode == 0, "this user's Docker to answer")
 
 

@@ -14,7 +14,9 @@ def sweep_containers(client: Any, node: str, live: frozenset[str] = frozenset())
     import docker.errors
 
     mine = {"label": f"{LABEL_NODE}={node}"}
-    for container in client.containers.list(all=True, filters=mine, ignore_removed=True):
+    for container in client.containers.list(
+        all=True, filters=mine, sparse=True
+    ):  # asks nothing of one that has gone since
         if container.id not in live:
             log.info("removing a container that an earlier run left: %s", container.short_id)
             with contextlib.suppress(docker.errors.APIError):
