@@ -66,6 +66,12 @@ class DataQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str = ""
 
 
+class GroupQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`name`: only the group `NAME` of this node's user, or `USER/NAME`; empty for all."""
+
+    name: str = ""
+
+
 class WorkQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`kind` and `name`: as the answer to the order had them."""
 

@@ -211,13 +211,21 @@ class CollectOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AddData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Add `path` as the data set `name` of this node's user. `readers`: users, besides the owner; `rehash`: read every file."""
+    """Add `path` as the data set `name` of this node's user. `readers`: users besides the owner, and groups as `group:NAME`
+    or `group:USER/NAME`; `rehash`: read every file."""
 
     name: str
     path: AbsolutePath
     readers: list[str] = []
     everybody: bool = False
     rehash: bool = False
+
+
+class SetGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Have exactly these users in the group `name` of this node's user. Without members the group is removed."""
+
+    name: str
+    members: list[str] = []
 
 
 class NameData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -276,7 +276,19 @@ async def data_work(handlers: Handlers, call: Call[queries.WorkQuery]) -> schema
 @order("data/add", "data")
 async def add_data(handlers: Handlers, call: Call[requests.AddData]) -> schemas.data.DataWork:
     """Start to add a directory or file of this machine as a data set."""
-    return handlers.data.add(call.asked)
+    return await handlers.data.add(call.asked)
+
+
+@read("data/groups", "data")
+async def data_groups(handlers: Handlers, call: Call[queries.GroupQuery]) -> schemas.data.Groups:
+    """List the groups of users whom data sets may name as readers."""
+    return await handlers.data.groups(call.asked.name)
+
+
+@order("data/groups", "data")
+async def set_data_group(handlers: Handlers, call: Call[requests.SetGroup]) -> schemas.data.Groups:
+    """Say who is in a group of this node's user."""
+    return await handlers.data.set_group(call.asked)
 
 
 @order("data/remove", "data")

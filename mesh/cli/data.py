@@ -7,7 +7,7 @@ import click
 
 from mesh.api.client import Client
 from mesh.cli.listing import listing, show
-from mesh.cli.names import DATA
+from mesh.cli.names import DATA, GROUP
 from mesh.cli.output import leave_or_stop, print_json, say, table
 from mesh.cli.progress import progress
 from mesh.cli.terminal import client, json_option, quote
@@ -28,7 +28,11 @@ def data() -> None:
 @click.argument("name")
 @click.argument("path", type=click.Path(exists=True, resolve_path=True))
 @click.option(
-    "--reader", "readers", multiple=True, metavar="USER", help="User whose jobs may read it, too. Repeatable."
+    "--reader",
+    "readers",
+    multiple=True,
+    metavar="USER",
+    help="User whose jobs may read it, too, or group:NAME. Repeatable.",
 )
 @click.option("--everybody", is_flag=True, help="Jobs of everybody in the mesh may read it.")
 @click.option("--rehash", is_flag=True, help="Read every file again, also those that have not changed.")
@@ -155,6 +159,68 @@ def rm(ctx: click.Context, name: str, here: bool, force: bool, as_json: bool) ->
     say(
         f"{answer['name']} is removed {'from this node' if answer['here'] else 'from the mesh; nodes drop it as they hear of it'}"
     )
+
+
+@data.group()
+def group() -> None:
+    """Name users together, as readers of data sets: `mesh data add --reader group:NAME`."""
+
+
+@group.command("set")
+@click.argument("name")
+@click.argument("users", nargs=-1, required=True)
+@json_option
+@click.pass_context
+def set_(ctx: click.Context, name: str, users: tuple[str, ...], as_json: bool) -> None:
+    """Have exactly these USERS in your group NAME from now on."""
+    answer = client(ctx).post("/v1/data/groups", {"name": name, "members": list(users)})
+    if as_json:
+        print_json(answer)
+        return
+    (row,) = answer["groups"]
+    say(f"{row['name']} has {plural(len(row['members']), 'member')}: {', '.join(row['members'])}")
+
+
+@group.command("ls")
+@listing
+@click.pass_context
+def list_groups(ctx: click.Context, /, **form: bool) -> None:
+    """List the groups of the mesh."""
+    daemon = client(ctx)
+
+    def draw(answer: dict[str, Any]) -> None:
+        rows = [[row["name"], ", ".join(row["members"]), ", ".join(row["data"]) or "-"] for row in answer["groups"]]
+        table(["NAME", "MEMBERS", "DATA SETS"], rows)
+
+    show(form, lambda: daemon.get("/v1/data/groups"), lambda answer: [row["name"] for row in answer["groups"]], draw)
+
+
+@group.command("show")
+@click.argument("name", type=GROUP)
+@json_option
+@click.pass_context
+def show_group(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Show who is in a group, and which data sets they may read."""
+    (row,) = client(ctx).get(f"/v1/data/groups?name={quote(name)}")["groups"]
+    if as_json:
+        print_json(row)
+        return
+    say(f"{row['name']} since {time.strftime('%Y-%m-%d %H:%M', time.localtime(row['changed_unix']))}")
+    say(f"  members: {', '.join(row['members'])}")
+    say(f"  data sets: {', '.join(row['data']) or 'none'}")
+
+
+@group.command("rm")
+@click.argument("name", type=GROUP)
+@json_option
+@click.pass_context
+def rm_group(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Remove your group NAME. Data sets that name it let none of its members in any more."""
+    answer = client(ctx).post("/v1/data/groups", {"name": name, "members": []})
+    if as_json:
+        print_json(answer)
+        return
+    say(f"{name} is removed")
 
 
 def _wait(daemon: Client, answer: dict[str, Any], head: str, doing: str) -> dict[str, Any]:

@@ -82,6 +82,11 @@ def _data(answer: Any) -> Iterable[tuple[str, str]]:
         yield row["name"], "here" if row["here"] else ", ".join(row["nodes"])
 
 
+def _groups(answer: Any) -> Iterable[tuple[str, str]]:
+    for row in answer["groups"]:
+        yield row["name"], ", ".join(row["members"])
+
+
 def _waiting(answer: Any) -> Iterable[tuple[str, str]]:
     for row in answer["pending"]:
         yield row["nick"], f"{row['user']}, {row['node'][:7]}"
@@ -98,6 +103,7 @@ NODE = Name("node", "/v1/nodes", _nodes)
 NODE_LIST = Name("node", "/v1/nodes", _nodes, parted=True)
 ZONE = Name("zone", "/v1/zones", _zones)
 DATA = Name("data set", "/v1/data", _data)
+GROUP = Name("group", "/v1/data/groups", _groups)
 IMAGE = Name("image", "/v1/images", _images)
 SECRET = Name("name", "/v1/secrets", _secrets)
 WAITING = Name("node", "/v1/pending", _waiting)

@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from membership.node import MembershipNode
 from membership.records import Record
 from membership.trust import TrustError, TrustStore
 from mesh.data.manifest import (
+    GROUP,
     KIND,
     MAX_SEALED,
     SECTION,
@@ -25,6 +26,7 @@ from mesh.data.manifest import (
     DataError,
     DataManifest,
     FetchFailed,
+    Group,
     Held,
     check_owner,
     data_id,
@@ -65,6 +67,7 @@ class DataDirectory:
         self.known: dict[bytes, DataManifest] = {}
         self._sealed: dict[bytes, bytes] = {}
         self._newest: dict[tuple[bytes, str], bytes] = {}
+        self._members: dict[bytes, frozenset[bytes]] = {}  # of each known version of a group
         self._refused: dict[bytes, tuple[str, float]] = {}  # why, until when it is not asked for again
         self._lacking: dict[tuple[NodeId, bytes], float] = {}  # what a node claims and does not give, until when
         self._seen: dict[NodeId, tuple[Record, Announced]] = {}
@@ -88,8 +91,11 @@ class DataDirectory:
             if spare is None:
                 break
             del self.known[spare], self._sealed[spare]
+            self._members.pop(spare, None)
             self._newest = {key: one for key, one in self._newest.items() if one != spare}
         self.known[identity], self._sealed[identity] = manifest, sealed
+        if manifest.is_group:
+            self._members[identity] = frozenset(reader.key for reader in manifest.readers)
         newest = self._newest.get(manifest.key)
         if newest is None or (self.known[newest].number, newest) < (manifest.number, identity):
             self._newest[manifest.key] = identity
@@ -104,8 +110,8 @@ class DataDirectory:
         return max(spare, key=lambda one: count[spare[one]], default=None)
 
     def claims(self) -> Iterator[tuple[NodeId, Held]]:
-        """Yield what the other nodes that are there announce to have."""
-        return ((node, held) for node, said in self._announced() for held in said.sets)
+        """Yield what the other nodes that are there announce to have, groups included."""
+        return ((node, held) for node, said in self._announced() for held in (*said.sets, *said.groups))
 
     def _announced(self) -> Iterator[tuple[NodeId, Announced]]:
         there = {member.node_id for member in self._membership.members() if member.present}
@@ -152,6 +158,20 @@ class DataDirectory:
             (one for one in found if one[1].root is not None), key=lambda one: (one[1].full_name, one[1].user_key)
         )
 
+    def groups(self) -> list[tuple[bytes, DataManifest]]:
+        """Return the newest known version of each group, those without members included."""
+        found = [(identity, self.known[identity]) for identity in self._newest.values()]
+        return sorted((one for one in found if one[1].is_group), key=lambda one: (one[1].full_name, one[1].user_key))
+
+    def group(self, group: Group) -> DataManifest | None:
+        """Return the newest known version of a group."""
+        identity = self._newest.get(group.key)
+        return None if identity is None else self.known[identity]
+
+    def members(self, group: Group) -> Collection[bytes]:
+        """Return the keys of the users in a group, by its newest known version; nobody's if it is not known."""
+        return self._members.get(self._newest.get(group.key, b""), ())
+
     def is_newest(self, identity: bytes) -> bool:
         return self._newest.get(self.known[identity].key) == identity
 
@@ -165,28 +185,44 @@ class DataDirectory:
         return manifest, self.known[self._newest.get(manifest.key, identity)]
 
     def may_read(self, identity: bytes, user_key: bytes) -> bool:
-        """Tell whether a user may read a known version, by that and by the newest known one."""
-        return all(one.may_read(user_key) for one in self.with_newest(identity))
+        """Tell whether a user may read a known version, by that and by the newest known one, and by the newest known groups."""
+        return all(one.may_read(user_key, self.members) for one in self.with_newest(identity))
 
     async def resolve(self, name: str) -> tuple[bytes, DataManifest] | None:
         """Return the newest version of `NAME` of this node's user, or of `USER/NAME`; None if there is none."""
+        found = await self._named(name)
+        if found is None or found[1].root is None:
+            return None
+        await self.learn_groups(found[1])
+        return found
+
+    async def resolve_group(self, name: str) -> tuple[bytes, DataManifest] | None:
+        """Return the newest version of the group `NAME` of this node's user, or of `USER/NAME`; None if nobody is in it."""
+        found = await self._named(name, GROUP)
+        return found if found is not None and found[1].readers else None
+
+    async def learn_groups(self, manifest: DataManifest) -> None:
+        """Ask for the announced groups that a data set names, where they are newer than those known."""
+        if manifest.groups:
+            await self.learn({(group.user, group.key[1]) for group in manifest.groups})
+
+    async def _named(self, name: str, kind: str = "") -> tuple[bytes, DataManifest] | None:
         own = self._membership.credentials
         user, slash, last = name.rpartition("/")
-        await self.learn((user or own.user, last))
+        last = kind + last
+        await self.learn({(user or own.user, last)})
         holder = self._trust.holder(user, time.time()) if slash else None
         key = own.user_key if not slash or user == own.user else holder.key if holder is not None else b""
         identity = self._newest.get((key, last))
-        if identity is None or self.known[identity].root is None:
-            return None
-        return identity, self.known[identity]
+        return None if identity is None else (identity, self.known[identity])
 
-    async def learn(self, wanted: tuple[str, str] | None = None) -> None:
-        """Ask for manifests that are announced and newer than those known; of one name (user, name) if it is `wanted`."""
+    async def learn(self, wanted: Collection[tuple[str, str]] = ()) -> None:
+        """Ask for manifests that are announced and newer than those known; of some names (user, name) if they are `wanted`."""
         unknown: dict[bytes, list[NodeId]] = {}
         claimed: dict[NodeId, list[bytes]] = {}
         for node, held in self.claims():
             newest = self._newest.get((held.user_key, held.name))
-            if held.id in self.known or (wanted and wanted != (held.user, held.name)):
+            if held.id in self.known or (wanted and (held.user, held.name) not in wanted):
                 continue
             if self._refused.get(held.id, ("", 0.0))[1] > time.monotonic():
                 continue
@@ -195,15 +231,15 @@ class DataDirectory:
             if newest is None or (self.known[newest].number, newest) < (held.number, held.id):
                 unknown.setdefault(held.id, []).append(node)
                 claimed.setdefault(node, []).append(held.id)
-        some = self._in_turn(claimed, wanted[0] if wanted else "")
+        some = self._in_turn(claimed, {user for user, _ in wanted})
         await asyncio.gather(*(self._ask_manifest(identity, unknown[identity]) for identity in some))
 
-    def _in_turn(self, claimed: Mapping[NodeId, list[bytes]], user: str) -> list[bytes]:
-        """Return LEARNED ids: one of each node, this user's nodes first, then a second of each, and so on.
+    def _in_turn(self, claimed: Mapping[NodeId, list[bytes]], users: Collection[str]) -> list[bytes]:
+        """Return LEARNED ids: one of each node, these users' nodes first, then a second of each, and so on.
 
         So a node's false claims keep those of no other node waiting. The rest is at random.
         """
-        theirs = {member.node_id for member in self._membership.members() if member.user == user}
+        theirs = {member.node_id for member in self._membership.members() if member.user in users}
         nodes = sorted(random.sample(list(claimed), len(claimed)), key=lambda node: node not in theirs)
         rounds = zip_longest(*(random.sample(claimed[node], len(claimed[node])) for node in nodes))
         found = dict.fromkeys(one for ids in rounds for one in ids if one is not None)

@@ -16,7 +16,7 @@ from membership.durable import write_durably
 from membership.envelope import OVERHEAD
 from mesh.data.directory import DataDirectory
 from mesh.data.eviction import Kept, order
-from mesh.data.manifest import DataError, decode_manifest
+from mesh.data.manifest import MAX_GROUPS, DataError, decode_manifest
 
 HEADERS = 64  # a chunk takes at most a part of this more when it is encoded, but for tiny ones (own choice)
 
@@ -192,8 +192,27 @@ class Holdings:
                 found.append(Kept(identity, size, used_unix, self.pinned(identity), in_use, not newest))
         return found
 
-    async def keep_removal(self, identity: bytes) -> None:
-        """Keep the statement that a data set is removed, which the directory knows."""
+    async def keep_groups(self, user_key: bytes) -> None:
+        """Keep the newest known versions of this user's groups, and of those that the data sets here name; drop the others.
+
+        Of one user at most MAX_GROUPS: those with members first, then the newest.
+        """
+        known, count = self._directory.known, Counter[bytes]()
+        named = {group.key for one in self.held for group in known[one].groups}
+        kept = set[bytes]()
+        for identity, one in sorted(self._directory.groups(), key=lambda one: (not one[1].readers, -one[1].number)):
+            if (one.user_key == user_key or one.key in named) and count[one.user_key] < MAX_GROUPS:
+                count[one.user_key] += 1
+                kept.add(identity)
+        others = {one for one in self.held if known[one].is_group} - kept
+        for identity in kept - self.held:
+            if identity in known:  # still
+                await self.keep_statement(identity)
+        for identity in others:
+            await self.drop(identity)
+
+    async def keep_statement(self, identity: bytes) -> None:
+        """Keep a manifest without content, which the directory knows: a group, or that a data set is removed."""
         sealed = self._directory.sealed(identity)
         assert sealed is not None
         await asyncio.to_thread(write_durably, self.store.sets / identity.hex(), sealed)

@@ -1,8 +1,8 @@
 """Keys of the data sets that are not for everybody.
 
 The node that adds a data set draws its key, and uses it again for the next versions, so that they share chunks. It draws another
-once somebody who could have the key is to read no more: a reader who was left out, or a node that was revoked. The manifest
-names the key (`realm`).
+once somebody who could have the key is to read no more: a reader who was left out, also of a group, or a node that was revoked.
+The manifest names the key (`realm`).
 
 Nodes of the owner and of readers ask each other for it, and keep it in a file that only their node's key opens. A job brings it
 in its description, encrypted with the key of its secrets, which no node keeps; the node that runs it has it in memory until the
@@ -11,7 +11,7 @@ guest has gone.
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from membership.malformed import MALFORMED
 from membership.node import MembershipNode
 from membership.trust import TrustStore
 from mesh.data.directory import ASK_S, SOURCES, DataDirectory
-from mesh.data.manifest import DataManifest, FetchFailed, Key
+from mesh.data.manifest import DataError, DataManifest, FetchFailed, Group, Key
 from mesh.model.spec import DataNeed
 from mesh.rpc.client import PeerClient, PeerError
 from mesh.util.processes import no_core_dumps
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 class KeptKey(msgspec.Struct, frozen=True, omit_defaults=True):
     """A key on the disk of this node. With a `name`, it is the `number`th that this node drew for its user's data set.
 
-    `readers`: who could have had it; `revoked`: nodes that were revoked before it was drawn.
+    `readers`: who could have had it; `revoked`: nodes that were revoked before it was drawn. `groups`: `Group.key` and number of
+    the groups whose members could have had it; somebody may have come and left since.
     """
 
     key: Key
@@ -46,6 +47,7 @@ class KeptKey(msgspec.Struct, frozen=True, omit_defaults=True):
     number: Annotated[int, msgspec.Meta(ge=0)] = 0
     readers: tuple[Key, ...] = ()
     revoked: tuple[Key, ...] = ()
+    groups: tuple[tuple[tuple[Key, str], int], ...] = ()
 
 
 _decode = msgspec.msgpack.Decoder(KeptKey).decode
@@ -100,22 +102,34 @@ class DataKeys:
 
     # --- of this user's data sets
 
-    def for_version(self, name: str, readers: Collection[bytes]) -> StateCipher:
-        """Return the key for the next version of a data set of this user; it is on disk on return.
+    def for_version(self, name: str, readers: Collection[bytes], groups: Sequence[Group] = ()) -> StateCipher:
+        """Return the key for the next version of a data set of this user; it is on disk on return. DataError.
 
         It is the last one that this node drew, unless somebody could have that who is not to read the version.
         """
+        newest = {group.key: self._group(group) for group in groups}
+        readers = {*readers, *(reader.key for group in newest.values() for reader in group.readers)}
         revoked = self._revoked({self._membership.credentials.user_key, *readers})
         drawn = [kept for kept in tuple(self._kept.values()) if kept.name == name]
         last = max(drawn, key=lambda kept: kept.number, default=KeptKey(b"", name))
-        if not last.key or not set(last.readers) <= set(readers) or not revoked <= set(last.revoked):
+        left = any(key not in newest or newest[key].left_out > number for key, number in last.groups)
+        named = tuple((key, group.number) for key, group in newest.items())
+        if not last.key or not set(last.readers) <= readers or left or not revoked <= set(last.revoked):
             cipher = StateCipher.generate()
-            kept = KeptKey(cipher.key, name, last.number + 1, tuple(readers), tuple(sorted(revoked)))
+            kept = KeptKey(cipher.key, name, last.number + 1, tuple(sorted(readers)), tuple(sorted(revoked)), named)
         else:
-            cipher, kept = StateCipher(last.key), msgspec.structs.replace(last, readers=tuple(readers))
+            cipher, kept = (
+                StateCipher(last.key),
+                msgspec.structs.replace(last, readers=tuple(sorted(readers)), groups=named),
+            )
         if self._kept.get(cipher.realm) != kept:
             self._keep(cipher, kept)
         return cipher
+
+    def _group(self, group: Group) -> DataManifest:
+        if (found := self._directory.group(group)) is None:
+            raise DataError(f"there is no {group.full_name}: `mesh data group ls` lists the groups")
+        return found
 
     def _revoked(self, users: Collection[bytes]) -> set[NodeId]:
         """Return the revoked nodes of these users, and those whose user this node does not know."""
@@ -164,7 +178,8 @@ class DataKeys:
 
     def _who_may_have(self, manifest: DataManifest) -> list[NodeId]:
         """Return other nodes that are there, the owner's first. Names suffice: nothing is told to them."""
-        readers = {reader.name for reader in manifest.readers}
+        known = [manifest, *filter(None, map(self._directory.group, manifest.groups))]
+        readers = {reader.name for one in known for reader in one.readers}
         there = [member for member in self._membership.members() if member.present]
         there.sort(key=lambda member: member.user != manifest.user)
         me = self._membership.credentials.node_id

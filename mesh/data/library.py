@@ -29,11 +29,13 @@ from mesh.data.holdings import Holdings
 from mesh.data.keys import DataKeys
 from mesh.data.manifest import (
     FORMAT_VERSION,
+    GROUP,
     KIND,
     SECTION,
     DataError,
     DataManifest,
     FetchFailed,
+    Group,
     Held,
     Reader,
     check_name,
@@ -163,6 +165,7 @@ class DataLibrary:
         while True:
             await asyncio.sleep(LOOK_S)
             await self.directory.learn()
+            await self.holdings.keep_groups(self._membership.credentials.user_key)
             self._announce()
             if time.monotonic() >= tidy_at:
                 tidy_at = time.monotonic() + TIDY_S
@@ -199,26 +202,28 @@ class DataLibrary:
         """Drop what its owner has removed; `tidy` drops what guests still use."""
         identity = self.directory.newest_of(manifest.key)
         assert identity is not None
-        if self.directory.known[identity].root is not None:
+        if not self.directory.known[identity].removes:
             return
         if versions := self.holdings.versions(manifest.key, identity):
-            await self.holdings.keep_removal(identity)
+            await self.holdings.keep_statement(identity)
         for old in versions:
             if await self.holdings.drop(old):
                 log.info("data set %s is dropped: its owner has removed it", manifest.full_name)
 
     def _announce(self) -> None:
-        """Publish what is here, newest first, when it changes and before it expires."""
-        rows = [
-            Held(identity, manifest.user_key, manifest.user, manifest.name, manifest.number)
-            for identity in self.holdings.held - self.holdings.damaged
-            for manifest in (self.directory.known[identity],)
-        ]
+        """Publish what is here, newest first, when it changes and before it expires; of groups those of this user first."""
+        rows, groups = list[Held](), list[Held]()
+        for identity in self.holdings.held - self.holdings.damaged:
+            manifest = self.directory.known[identity]
+            row = Held(identity, manifest.user_key, manifest.user, manifest.name, manifest.number)
+            (groups if manifest.is_group else rows).append(row)
         coming = self.fetcher.coming()
-        body = encode_announced(sorted(rows, key=lambda held: (-held.number, held.id)), coming)
+        rows.sort(key=lambda held: (-held.number, held.id))
+        groups.sort(key=lambda held: (held.user_key != self._membership.credentials.user_key, -held.number, held.id))
+        body = encode_announced(rows, coming, groups)
         now = time.monotonic()
         if body != self._announced or now - self._announced_at > ANNOUNCE_TTL_S / 4:
-            if self._announced or rows or coming:
+            if self._announced or rows or coming or groups:
                 self._membership.publish(SECTION, body, ANNOUNCE_TTL_S)
             self._announced, self._announced_at = body, now
             self._changed()
@@ -243,7 +248,7 @@ class DataLibrary:
         if work.kind == FETCH and not self.holdings.is_here(bytes.fromhex(work.name)):
             self.holdings.pin(bytes.fromhex(work.name), False)
 
-    def add(self, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool) -> Work:
+    def add(self, name: str, path: Path, readers: tuple[Reader | Group, ...], everybody: bool, rehash: bool) -> Work:
         """Add a directory or file as the newest version of one of this user's data sets. DataError, at the latest when the state
         directory of a node is found in it.
 
@@ -313,15 +318,20 @@ class DataLibrary:
         work: Work,
         name: str,
         path: Path,
-        readers: tuple[Reader, ...],
+        readers: tuple[Reader | Group, ...],
         everybody: bool,
         rehash: bool,
         cache: Cache | None = None,
     ) -> None:
         from ckptstore.dataset_adder import Added, Adder, Progress  # late: it needs zstd
 
-        keys = [reader.key for reader in readers]
-        cipher = None if everybody else await asyncio.to_thread(self.keys.for_version, name, keys)
+        users = [one.key for one in readers if isinstance(one, Reader)]
+        groups = [one for one in readers if isinstance(one, Group)]
+
+        async def drawn() -> StateCipher:
+            return await asyncio.to_thread(self.keys.for_version, name, users, groups)
+
+        cipher = None if everybody else await drawn()
 
         def read(check: Check) -> Added:
             def tell(progress: Progress) -> None:
@@ -334,8 +344,10 @@ class DataLibrary:
         with self.holdings.store.working():
             added = await _finished(read)
             work.at("is signed")
-            if cipher is not None and cipher.key != (await asyncio.to_thread(self.keys.for_version, name, keys)).key:
-                raise DataError("a node that could have its key was revoked meanwhile: add it again, with another key")
+            if cipher is not None and cipher.key != (await drawn()).key:
+                raise DataError(
+                    "somebody who could have its key was left out or was revoked meanwhile: add it again, with another key"
+                )
             if cache is not None and self._own_newest(name) != cache.before:
                 raise DataError("another node has added to it meanwhile, or it was removed")
             sealed = self._sign(name, added.root, readers, everybody, added.chunk_bytes, cipher, cache is not None)
@@ -359,17 +371,20 @@ class DataLibrary:
         self,
         name: str,
         root: Link | None,
-        readers: tuple[Reader, ...],
+        readers: tuple[Reader | Group, ...],
         everybody: bool,
         chunk_bytes: int = 0,
         cipher: StateCipher | None = None,
         cache: bool = False,
     ) -> bytes:
-        own, now = self._membership.credentials, time.time()
-        before = self._own_newest(name)
-        number = int(now * 1000)
-        if before is not None:
-            number = max(number, self.directory.known[before].number + 1)
+        own, now, newest = self._membership.credentials, time.time(), self._own_newest(name)
+        before = None if newest is None else self.directory.known[newest]
+        number = int(now * 1000) if before is None else max(int(now * 1000), before.number + 1)
+        users = tuple(one for one in readers if isinstance(one, Reader))
+        left_out = 0
+        if name.startswith(GROUP):
+            stay = before is not None and {one.key for one in before.readers} <= {one.key for one in users}
+            left_out = before.left_out if before is not None and stay else number
         manifest = DataManifest(
             FORMAT_VERSION,
             name,
@@ -380,11 +395,13 @@ class DataLibrary:
             int(now),
             root,
             chunk_bytes,
-            readers,
+            users,
             everybody,
             b"" if cipher is None else cipher.realm,
             b"" if cipher is None else cipher.prove(statement((own.user_key, name))),
             cache,
+            tuple(one for one in readers if isinstance(one, Group)),
+            left_out,
         )
         return seal(self._identity, self._trust.mesh_id, KIND, encode_manifest(manifest))
 
@@ -403,12 +420,22 @@ class DataLibrary:
 
         Where guests use it, it goes after them, by `tidy`.
         """
-        sealed = self._sign(manifest.name, None, (), False)
-        identity = data_id(sealed)
-        self.directory.remember(identity, sealed, self.directory.opened(identity, sealed))
-        await self.holdings.keep_removal(identity)
+        identity = self._sign_statement(manifest.name, ())
+        await self.holdings.keep_statement(identity)
         for old in self.holdings.versions(manifest.key, identity):
             await self.holdings.drop(old)
+        self._announce()
+
+    def _sign_statement(self, name: str, members: tuple[Reader, ...]) -> bytes:
+        sealed = self._sign(name, None, members, False)
+        identity = data_id(sealed)
+        self.directory.remember(identity, sealed, self.directory.opened(identity, sealed))
+        return identity
+
+    async def set_group(self, name: str, members: tuple[Reader, ...]) -> None:
+        """Sign who is in a group of this user from now on; nobody is in one that is removed. DataError."""
+        self._sign_statement(GROUP + name, members)
+        await self.holdings.keep_groups(self._membership.credentials.user_key)
         self._announce()
 
     async def drop_here(self, identity: bytes) -> None:
@@ -480,6 +507,7 @@ class DataLibrary:
     async def _readable(self, need: DataNeed, user_key: bytes) -> DataManifest:
         """Return the manifest of what a job asks for. FetchFailed if its user may not read that, or nobody gives it."""
         manifest = await self.directory.manifest(need.manifest)
+        await self.directory.learn_groups(manifest)
         if not self.directory.may_read(need.manifest, user_key):
             raise FetchFailed(f"data set {manifest.full_name} is not for this job's user")
         return manifest

@@ -3,10 +3,13 @@
 A data set is named by its owner's key and a name, so no other member can take the name. Each version is a manifest that a node of
 the owner signs, with its certificates; of two versions the one with the higher number counts. A version without a root says that
 the data set is removed.
+
+A group of users is a manifest, too: its name begins with `group:`, and it has members and no content. A data set may name groups:
+whoever is in their newest versions may read it.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated
 
 import msgspec
@@ -27,8 +30,10 @@ MAX_READERS = 256  # own choice
 MAX_SEALED = 64 * 1024  # a sealed manifest with 256 readers and its signer's certificates has less
 MAX_ANNOUNCED = 96  # data sets that one node announces: a section holds 16 KiB
 MAX_COMING = 8  # data sets that one node announces it is fetching (own choice)
+MAX_GROUPS = 32  # that a data set names; of one user, kept at a node; announced by a node (own choice)
+GROUP = "group:"  # before the name of a group, so that a data set may have the same name
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")  # lower case, so that no two differ in case alone
-OWNED = re.compile(r"[A-Za-z0-9_.@+-]{1,64}/" + NAME.pattern)
+OWNED = re.compile(r"[A-Za-z0-9_.@+-]{1,64}/(?:group:)?" + NAME.pattern)
 
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -49,10 +54,37 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
     name: str
 
 
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """A group whose members may read a data set. Its owner's key and its name decide; `user` is for people."""
+
+    user_key: Key
+    user: str
+    name: str
+
+    @property
+    def key(self) -> tuple[bytes, str]:
+        """Return what names the group among all manifests (`DataManifest.key`)."""
+        return self.user_key, GROUP + self.name
+
+    @property
+    def full_name(self) -> str:
+        return f"{GROUP}{self.user}/{self.name}"
+
+
+Members = Callable[[Group], Collection[bytes]]  # returns the keys of the users in a group
+
+
+def nobody(group: Group) -> Collection[bytes]:
+    """Return the members of a group that is not known."""
+    return ()
+
+
 class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One version of a data set. `chain`: the certificates of the node that signed it. `chunk_bytes`: what a node without any of
     it has to fetch. `realm`: names the key with which its chunks and pages are encrypted; empty if they are not. `proof`: that
     its author has that key, so that nobody is given the key of another data set for theirs. `cache`: its owner's jobs add to it.
+    `groups`: their members may read it. A group has members in `readers`; `left_out`: number of the newest version of it in which
+    one of the version before was missing.
     """
 
     version: Natural
@@ -69,6 +101,8 @@ class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     realm: Annotated[bytes, msgspec.Meta(max_length=REALM_BYTES)] = b""
     proof: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
     cache: bool = False
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    left_out: Natural = 0
 
     @property
     def full_name(self) -> str:
@@ -80,6 +114,15 @@ class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         return self.user_key, self.name
 
     @property
+    def is_group(self) -> bool:
+        return self.name.startswith(GROUP)
+
+    @property
+    def removes(self) -> bool:
+        """Tell whether it says that a data set is removed."""
+        return self.root is None and not self.is_group
+
+    @property
     def size(self) -> int:
         return self.root.size if self.root is not None else 0
 
@@ -88,9 +131,10 @@ class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         """Return what its unpacked files take, at least a block each."""
         return self.size + BLOCK_BYTES * (self.root.entries if self.root is not None else 0)
 
-    def may_read(self, user_key: bytes) -> bool:
-        """Tell whether a user may have the content."""
-        return self.everybody or user_key == self.user_key or any(reader.key == user_key for reader in self.readers)
+    def may_read(self, user_key: bytes, members: Members = nobody) -> bool:
+        """Tell whether a user may have the content. `members`: of a group, as far as groups are known."""
+        named = user_key == self.user_key or any(reader.key == user_key for reader in self.readers)
+        return self.everybody or named or any(user_key in members(group) for group in self.groups)
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -104,10 +148,14 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The data sets that a node announces. `coming`: ids of those that it is fetching; it gives others the chunks it has."""
+    """The data sets that a node announces. `coming`: ids of those that it is fetching; it gives others the chunks it has.
+
+    `groups`: groups of users whose manifests it has.
+    """
 
     sets: Annotated[tuple[Held, ...], msgspec.Meta(max_length=MAX_ANNOUNCED)] = ()
     coming: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_COMING)] = ()
+    groups: Annotated[tuple[Held, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
 
 _decoder, _announced = msgspec.msgpack.Decoder(DataManifest), msgspec.msgpack.Decoder(Announced)
@@ -152,9 +200,16 @@ def decode_manifest(payload: bytes) -> DataManifest:
 def check_manifest(manifest: DataManifest) -> None:
     if manifest.version != FORMAT_VERSION:
         raise DataError(f"version {manifest.version} of data sets is unknown to this node: upgrade campus-mesh")
-    check_name(manifest.name)
-    if not OWNED.fullmatch(manifest.full_name):
+    for name in (manifest.name.removeprefix(GROUP), *(group.name for group in manifest.groups)):
+        check_name(name)
+    owned = (manifest.full_name, *(f"{group.user}/{group.name}" for group in manifest.groups))
+    if not all(map(OWNED.fullmatch, owned)):
         raise DataError("the owner's name is not valid")
+    content = (manifest.root, manifest.chunk_bytes, manifest.everybody, manifest.realm, manifest.proof, manifest.cache)
+    if manifest.is_group and (any(content) or manifest.groups or manifest.left_out > manifest.number):
+        raise DataError("a group has members, and neither content nor groups")
+    if manifest.left_out and not manifest.is_group:
+        raise DataError("only a group says when somebody was left out")
     if manifest.chunk_bytes > MAX_BYTES + 1024 * MAX_ENTRIES or any(len(one.name) > 64 for one in manifest.readers):
         raise DataError("the manifest's numbers or readers are out of range")
     realms = {0} if manifest.everybody or manifest.root is None else {0, REALM_BYTES}
@@ -162,7 +217,7 @@ def check_manifest(manifest: DataManifest) -> None:
         raise DataError("a data set is encrypted with one key, and not at all if it is for everybody or removed")
     if manifest.realm and not is_proof(manifest.realm, statement(manifest.key), manifest.proof):
         raise DataError("the data set names a key that its author does not have: it is copied from another one")
-    if manifest.cache and (manifest.readers or manifest.everybody):
+    if manifest.cache and (manifest.readers or manifest.groups or manifest.everybody):
         raise DataError("a cache is for its owner alone")
     if manifest.root is not None:
         try:
@@ -187,10 +242,10 @@ def check_owner(manifest: DataManifest, signer: bytes, credentials: Credentials,
         raise DataError(f"the name {manifest.user!r} belongs to another user now")
 
 
-def encode_announced(held: list[Held], coming: Sequence[bytes] = ()) -> bytes:
+def encode_announced(held: list[Held], coming: Sequence[bytes] = (), groups: Sequence[Held] = ()) -> bytes:
     """Encode the first ones, as many as fit a section."""
-    count, first = MAX_ANNOUNCED, tuple(coming[:MAX_COMING])
-    while len(body := msgspec.msgpack.encode(Announced(tuple(held[:count]), first))) > MAX_BODY_BYTES:
+    count, first, some = MAX_ANNOUNCED, tuple(coming[:MAX_COMING]), tuple(groups[:MAX_GROUPS])
+    while len(body := msgspec.msgpack.encode(Announced(tuple(held[:count]), first, some))) > MAX_BODY_BYTES:
         count -= 1
     return body
 
@@ -201,7 +256,7 @@ def decode_announced(body: bytes) -> Announced:
         found = _announced.decode(body)
     except MALFORMED as error:
         raise DataError(f"not an announcement of data sets: {error}") from error
-    for held in found.sets:
+    for held in (*found.sets, *found.groups):
         if not OWNED.fullmatch(f"{held.user}/{held.name}"):
             raise DataError("an announced name is not valid")
     return found

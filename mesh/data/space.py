@@ -217,7 +217,7 @@ class Space:
             old = one.superseded and unused and not self._holdings.pinned(one.id)
             if (old or self._is_removed(one.id)) and await self._holdings.drop(one.id):
                 log.info("an older version of data set %s is dropped", name)
-        for removal in [one for one in self._holdings.held if self._directory.known[one].root is None]:
+        for removal in [one for one in self._holdings.held if self._directory.known[one].removes]:
             if self._directory.known[removal].created_unix < now - REMOVAL_S:
                 await self._holdings.drop(removal)
         await asyncio.to_thread(self._holdings.store.free, now)

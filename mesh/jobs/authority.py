@@ -30,7 +30,7 @@ from membership.trust import (
 from mesh.consensus.effects import MOST_EARLIER, WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, decode_reconfiguration
 from mesh.consensus.messages import MOST_WARRANTS, Accept, Enlist, Start
-from mesh.data.manifest import DataManifest
+from mesh.data.manifest import DataManifest, Members, nobody
 from mesh.model.record import FIRST_TERM, Config, JobRecord, Voters
 from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
 
@@ -54,14 +54,18 @@ def may_order_image(caller: Credentials, own: Credentials, accepts: tuple[str, .
 
 
 def may_read_data(
-    caller: Credentials, versions: Sequence[DataManifest], identity: bytes, running: JobSpec | None = None
+    caller: Credentials,
+    versions: Sequence[DataManifest],
+    identity: bytes,
+    running: JobSpec | None = None,
+    members: Members = nobody,
 ) -> bool:
     """Tell whether a node may have the content of a data set: its user may, or it runs a job of a user who may and who asked for
     that data set. `versions`: the one it asks for and the newest known one; a user may if both say so. `running`: the job that
-    the node runs, as its witnesses say."""
-    if all(one.may_read(caller.user_key) for one in versions):
+    the node runs, as its witnesses say. `members`: of a group, by its newest known version."""
+    if all(one.may_read(caller.user_key, members) for one in versions):
         return True
-    if running is None or not all(one.may_read(running.user_key) for one in versions):
+    if running is None or not all(one.may_read(running.user_key, members) for one in versions):
         return False
     return any(need.manifest == identity for need in running.data)
 

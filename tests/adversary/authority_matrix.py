@@ -200,7 +200,9 @@ MATRIX = (
     ),
     _row(
         "Read the content of a data set",
-        ("its owner, a reader, or the runner of a job of one of them that names it",),
+        (
+            "its owner, a reader, a member of a group that it names, or the runner of a job of one of them that names it",
+        ),
         "may_read_data",
         "mesh/api/handlers/data.py:_may_read",
         f"{ASKED}:test_data_set_is_for_its_readers_and_runners_of_their_jobs",

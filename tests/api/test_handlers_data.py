@@ -23,16 +23,23 @@ from ckptstore.messages import (
     encode_chunk_request,
     encode_missing_query,
 )
+from membership.identity import Identity
 from membership.ratelimit import TokenBuckets
 from mesh.api.handlers.data import DataHandlers, DataProvider
+from mesh.api.requests import AddData, SetGroup
 from mesh.data.directory import DataDirectory
-from mesh.data.manifest import SECTION, DataManifest, Held, Reader, encode_announced
+from mesh.data.manifest import MAX_GROUPS, SECTION, DataManifest, Group, Held, Reader, encode_announced
 from mesh.model.spec import DataNeed
 from mesh.rpc import memory, streams
 from mesh.rpc.pacing import GIVEN, GIVEN_TO_ONE, Wire
+from mesh.util.errors import ExitCode, MeshError
+from tests.data import test_directory as mesh
+from tests.data.test_directory import Mesh
 
 ADA, EVE, LENDER = b"a" * 32, b"e" * 32, b"l" * 32
 EVES = Reader(EVE, "eve")
+PROF = b"p" * 32
+VISION = Group(PROF, "prof", "vision")
 
 
 class Giver:
@@ -87,16 +94,39 @@ class Giver:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return runner
 
-    async def version(self, number: int, *readers: Reader, removed: bool = False, coming: bool = False) -> bytes:
+    async def version(
+        self,
+        number: int,
+        *readers: Reader,
+        removed: bool = False,
+        coming: bool = False,
+        groups: tuple[Group, ...] = (),
+    ) -> bytes:
         identity, root = bytes([number]) * 32, None if removed else self.added.root
         realm = b"" if removed else self.cipher.realm
         manifest = DataManifest(
-            1, "pictures", "ada", ADA, b"", number, 1, root, self.added.chunk_bytes, readers, False, realm
+            1,
+            "pictures",
+            "ada",
+            ADA,
+            b"",
+            number,
+            1,
+            root,
+            self.added.chunk_bytes,
+            readers,
+            False,
+            realm,
+            groups=groups,
         )
         if root is not None and not coming:
             await asyncio.to_thread(self.store.publish, identity, b"sealed", root, self.cipher)
         self.directory.remember(identity, b"sealed", manifest)
         return identity
+
+    def set_group(self, number: int, *members: Reader) -> None:
+        group = DataManifest(1, "group:vision", "prof", PROF, b"", number, 1, readers=members)
+        self.directory.remember(bytes([number]) * 31 + b"g", b"sealed", group)
 
     async def asked_key(self, identity: bytes, user: bytes) -> tuple[int, bytes]:
         self.user = self.node = user
@@ -164,6 +194,28 @@ async def test_withdrawn_reader_gets_no_older_version(giver: Giver, removed: boo
     assert await giver.asked(old, ADA, ADA) == 200
     assert await giver.asked(old, LENDER, LENDER, b"a" * 16) == 200, "ada's job keeps the version it was submitted with"
     assert giver.refused == [EVE, LENDER]
+
+
+async def test_members_of_the_newest_group_get_key_and_chunks(giver: Giver) -> None:
+    pictures = await giver.version(1, groups=(VISION,))
+    giver.runs[b"e" * 16] = SimpleNamespace(user_key=EVE, data=(DataNeed("ada/pictures", pictures),))
+
+    async def gets(user: bytes) -> list[int]:
+        chunks = await giver.asked(pictures, user, user), (await giver.asked_key(pictures, user))[0]
+        return [*chunks, await giver.asked(pictures, LENDER, LENDER, b"e" * 16)]
+
+    assert await gets(EVE) == [403, 403, 403], "the group is not known"
+    giver.set_group(2, EVES)
+    assert await gets(EVE) == [200, 200, 200] and (await gets(PROF))[:2] == [403, 403]
+    giver.set_group(4, Reader(PROF, "prof"))
+    assert await gets(EVE) == [403, 403, 403] and (await gets(PROF))[:2] == [200, 200]
+    giver.set_group(3, EVES)
+    assert await gets(EVE) == [403, 403, 403], "an older version that comes late"
+    giver.set_group(5)
+    assert (await gets(PROF))[:2] == [403, 403] and await giver.asked(pictures, ADA, ADA) == 200, "it is removed"
+    giver.set_group(6, EVES)
+    await giver.version(7)
+    assert await gets(EVE) == [403, 403, 403], "the newest version does not name the group"
 
 
 async def test_new_reader_gets_no_older_version(giver: Giver) -> None:
@@ -271,3 +323,119 @@ def test_list_of_data_sets_reads_what_nodes_announce_once() -> None:
     assert {one.name: one.nodes for one in shown} == {
         f"ada/{name}": ["lenders"] if name in names[:2] else [] for name in names
     }
+
+
+class Owner:
+    """The orders of ada on her node, in a mesh with bob and eve. `set`, `added`: what the library is told to do."""
+
+    def __init__(self) -> None:
+        self.mesh = Mesh()
+        self.set: list[tuple[str, tuple[Reader, ...]]] = []
+        self.added: list[tuple[Reader | Group, ...]] = []
+        library: Any = SimpleNamespace(directory=self.mesh.directory, set_group=self._set_group, add=self._add)
+        membership: Any = SimpleNamespace(credentials=self.mesh.credentials[mesh.ADA.node_id])
+        self.handlers = DataHandlers(mesh.ADA.node_id, self.mesh.trust, membership, library)
+
+    async def _set_group(self, name: str, members: tuple[Reader, ...]) -> None:
+        self.set.append((name, members))
+        self.mesh.directory.remember(*self.made(mesh.ADA, name, len(self.set), members))
+
+    def made(
+        self, by: Identity, name: str, number: int, members: tuple[Reader, ...]
+    ) -> tuple[bytes, bytes, DataManifest]:
+        return self.mesh.made(by, f"group:{name}", number, root=None, chunk_bytes=0, readers=members)
+
+    def _add(self, name: str, path: Path, readers: tuple[Reader | Group, ...], everybody: bool, rehash: bool) -> Any:
+        self.added.append(readers)
+        task = SimpleNamespace(done=lambda: False)
+        return SimpleNamespace(task=task, result={}, problem="", kind="add", name=name, words="")
+
+    def user(self, one: Identity) -> Reader:
+        own = self.mesh.credentials[one.node_id]
+        return Reader(own.user_key, own.user)
+
+
+async def test_group_is_set_shown_and_removed() -> None:
+    owner = Owner()
+    told = await owner.handlers.set_group(SetGroup("vision", ["bob", "eve", "bob"]))
+    assert owner.set == [("vision", (owner.user(mesh.BOB), owner.user(mesh.EVE)))]
+    (row,) = told.groups
+    assert (row.name, row.members, row.mine, row.data) == ("ada/vision", ["bob", "eve"], True, [])
+    vision = Group(owner.user(mesh.ADA).key, "ada", "vision")
+    owner.mesh.directory.remember(*owner.mesh.made(mesh.BOB, groups=(vision,)))
+    owner.mesh.directory.remember(*owner.made(mesh.BOB, "speech", 1, (owner.user(mesh.EVE),)))
+    assert [one.name for one in (await owner.handlers.groups("")).groups] == ["ada/vision", "bob/speech"]
+    for name in ("vision", "ada/vision"):
+        (row,) = (await owner.handlers.groups(name)).groups
+        assert row.name == "ada/vision" and row.data == ["bob/pictures"]
+    assert not (await owner.handlers.set_group(SetGroup("ada/vision"))).groups and owner.set[-1] == ("vision", ())
+    assert [one.name for one in (await owner.handlers.groups("")).groups] == ["bob/speech"]
+    for asked in (owner.handlers.groups("vision"), owner.handlers.set_group(SetGroup("vision"))):
+        with pytest.raises(MeshError, match="there is no group vision: `mesh data group ls`") as refused:
+            await asked
+        assert refused.value.code == ExitCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (SetGroup("bob/vision", ["ada"]), "group bob/vision is bob's: only they can change it"),
+        (SetGroup("vision", ["nobody"]), "there is no user nobody"),
+        (SetGroup("vision", ["group:speech"]), "there is no user group:speech"),
+        (SetGroup("vision", [f"user{number}" for number in range(257)]), "at most 256 members"),
+    ],
+)
+async def test_group_that_cannot_be_is_refused(order: SetGroup, words: str) -> None:
+    owner = Owner()
+    with pytest.raises(MeshError, match=words):
+        await owner.handlers.set_group(order)
+    assert not owner.set
+
+
+async def test_groups_of_a_user_are_bounded() -> None:
+    owner = Owner()
+    for number in range(MAX_GROUPS):
+        await owner.handlers.set_group(SetGroup(f"group{number}", ["bob"]))
+    with pytest.raises(MeshError, match=f"at most {MAX_GROUPS} groups"):
+        await owner.handlers.set_group(SetGroup("vision", ["bob"]))
+    await owner.handlers.set_group(SetGroup("group0", ["eve"]))
+    await owner.handlers.set_group(SetGroup("group0"))
+    await owner.handlers.set_group(SetGroup("vision", ["bob"]))
+    assert len((await owner.handlers.groups("")).groups) == MAX_GROUPS
+
+
+async def test_data_set_names_groups_as_readers(tmp_path: Path) -> None:
+    owner = Owner()
+    await owner.handlers.set_group(SetGroup("vision", ["bob"]))
+    owner.mesh.directory.remember(*owner.made(mesh.BOB, "speech", 1, (owner.user(mesh.EVE),)))
+    readers = ["group:vision", "eve", "group:bob/speech", "group:ada/vision"]
+    await owner.handlers.add(AddData("pictures", str(tmp_path), readers))
+    ada, bob = (owner.user(one).key for one in (mesh.ADA, mesh.BOB))
+    assert owner.added == [(owner.user(mesh.EVE), Group(ada, "ada", "vision"), Group(bob, "bob", "speech"))]
+    for readers, words in (
+        (["group:speech"], "there is no group speech"),
+        (["group:eve/vision"], "there is no group eve/vision"),
+        (["group:"], "there is no group"),
+        ([f"group:group{number}" for number in range(MAX_GROUPS + 1)], f"at most {MAX_GROUPS} groups"),
+    ):
+        with pytest.raises(MeshError, match=words):
+            await owner.handlers.add(AddData("pictures", str(tmp_path), readers))
+    assert len(owner.added) == 1
+
+
+async def test_list_says_what_the_groups_of_a_node_may_read() -> None:
+    owner = Owner()
+    vision = Group(owner.user(mesh.BOB).key, "bob", "vision")
+    one, _, manifest = owner.mesh.made(mesh.EVE, groups=(vision,), readers=(owner.user(mesh.BOB),))
+    owner.mesh.directory.remember(one, b"sealed", manifest)
+    no: Any = lambda *given: None  # noqa: E731
+    owner.handlers._library.holdings = SimpleNamespace(is_here=no, pinned=no)  # type: ignore[assignment]
+    owner.handlers._library.fetcher = SimpleNamespace(words=lambda identity: "")  # type: ignore[assignment]
+    owner.handlers._library.path_of = no  # type: ignore[method-assign]
+    row = owner.handlers._row(one, manifest, {})
+    assert row["readers"] == ["bob", "group:bob/vision"] and row["readable"] is False
+    with pytest.raises(MeshError, match="data set eve/pictures is not for you"):
+        await owner.handlers.needs(["eve/pictures"])
+    owner.mesh.directory.remember(*owner.made(mesh.BOB, "vision", 1, (owner.user(mesh.ADA),)))
+    assert owner.handlers._row(one, manifest, {})["readable"] is True
+    assert [need.manifest for need in await owner.handlers.needs(["eve/pictures"])] == [one]

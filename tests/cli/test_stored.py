@@ -152,6 +152,7 @@ def test_added_data_set_is_awaited_and_says_who_may_read_it(daemon: Daemon, tmp_
     for options, order, who in (
         ("", {}, "only your own jobs can read it"),
         (" --reader bob --reader eve", {"readers": ["bob", "eve"]}, "your jobs and those of bob, eve can read it"),
+        (" --reader group:vision", {"readers": ["group:vision"]}, "your jobs and those of group:vision can read it"),
         (" --everybody", {"everybody": True}, "jobs of everybody in the mesh can read it"),
         (" --rehash", {"rehash": True}, "only your own jobs"),
     ):
@@ -239,6 +240,27 @@ def test_files_of_a_data_set_are_listed_where_they_are(daemon: Daemon) -> None:
     assert "nodes: none is there" in done.stdout and "encrypted on the disks" in done.stdout
     assert [line.split()[-1] for line in done.stdout.splitlines()[-3:]] == ["entries", "d", "bytes"]
     assert "-> d" in done.stdout and "these are the first 3" in done.stderr
+
+
+def test_groups_of_readers(daemon: Daemon) -> None:
+    row = {"name": "ada/vision", "members": ["bob", "eve"], "changed_unix": 0, "mine": True, "data": []}
+    answer = {"groups": [row]}
+    done = run(daemon, "data group set vision bob eve", answer)
+    assert daemon.asked == [("/v1/data/groups", {"name": "vision", "members": ["bob", "eve"]})]
+    assert done.stdout == "ada/vision has 2 members: bob, eve\n"
+    assert run(daemon, "data group set vision").exit_code == ExitCode.USAGE
+    assert json.loads(run(daemon, "data group set vision bob eve --json", answer).stdout)["groups"] == [row]
+    lines = run(daemon, "data group ls", {"groups": [row, row | {"data": ["eve/x"]}]}).stdout.splitlines()
+    assert [line.split() for line in lines[1:]] == [["ada/vision", "bob,", "eve", end] for end in ("-", "eve/x")]
+    assert run(daemon, "data group ls -q", answer).stdout == "ada/vision\n"
+    assert json.loads(run(daemon, "data group ls --json", answer).stdout)["groups"] == [row]
+    done = run(daemon, "data group show bob/vision", answer)
+    assert daemon.asked == [("/v1/data/groups?name=bob%2Fvision",)]
+    assert "members: bob, eve" in done.stdout and "data sets: none" in done.stdout
+    assert json.loads(run(daemon, "data group show vision --json", answer).stdout)["members"] == ["bob", "eve"]
+    done = run(daemon, "data group rm vision", {"groups": []})
+    assert daemon.asked == [("/v1/data/groups", {"name": "vision", "members": []})]
+    assert done.stdout == "vision is removed\n"
 
 
 def test_orders_about_data_sets(daemon: Daemon) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +14,14 @@ from ckptstore.cipher import StateCipher
 from membership.identity import Identity, encrypt_to
 from mesh.data import keys as module
 from mesh.data.keys import DataKeys, open_key, seal_key
-from mesh.data.manifest import DataManifest, FetchFailed, Reader
+from mesh.data.manifest import DataError, DataManifest, FetchFailed, Group, Reader
 from mesh.model.spec import DataNeed
 from mesh.rpc.client import PeerError
 
 ADA, BOB, EVE = b"a" * 32, b"b" * 32, b"e" * 32
 SET = b"i" * 32
+NAMES = {BOB: "bob", EVE: "eve"}
+VISION, OTHERS = Group(b"p" * 32, "prof", "vision"), Group(b"p" * 32, "prof", "others")
 JOB = StateCipher(b"the key of the secrets of a job.")
 
 
@@ -40,6 +43,7 @@ class World:
         self.answers: dict[bytes, bytes | None] = {}
         self.asked: list[bytes] = []
         self.readable = True
+        self.groups: dict[Group, DataManifest] = {}
 
     @property
     def keys(self) -> DataKeys:
@@ -50,7 +54,7 @@ class World:
         members = [SimpleNamespace(node_id=node, user=user, present=True) for node, user in names.items()]
         membership: Any = SimpleNamespace(credentials=own, members=lambda: members)
         peers: Any = SimpleNamespace(call=self._call)
-        directory: Any = SimpleNamespace(may_read=lambda identity, user: self.readable)
+        directory: Any = SimpleNamespace(may_read=lambda identity, user: self.readable, group=self.groups.get)
         keys = DataKeys(self.root, self.identity, trust, membership, peers, directory)
         keys.open()
         return keys
@@ -61,6 +65,13 @@ class World:
         if (key := self.answers.get(node)) is None:
             raise PeerError("this node does not have the key of the data set")
         return key
+
+    def set_group(self, number: int, left_out: int, *members: bytes) -> None:
+        """Let the group be known in a version of this number. `left_out`: of the newest version that left somebody out."""
+        readers = tuple(Reader(one, NAMES[one]) for one in members)
+        self.groups[VISION] = DataManifest(
+            1, "group:vision", "prof", b"p" * 32, b"", number, 1, readers=readers, left_out=left_out
+        )
 
 
 @pytest.fixture
@@ -103,6 +114,59 @@ def test_another_key_is_drawn_after_a_revocation_that_concerns_a_reader(world: W
     assert third.key != second.key, "nobody knows whose node that was"
     world.revoked.add(b"A" * 32)
     assert keys.for_version("pictures", [BOB]).key != third.key, "another node of the owner's"
+
+
+def test_another_key_is_drawn_once_a_member_of_a_group_is_left_out(world: World) -> None:
+    world.set_group(5, 5, BOB)
+    first = world.keys.for_version("pictures", [], [VISION])
+    assert world.keys.for_version("pictures", [], [VISION]).key == first.key
+    world.set_group(6, 5, BOB, EVE)
+    assert world.keys.for_version("pictures", [], [VISION]).key == first.key, "a new member costs nothing"
+    world.set_group(7, 7, BOB)
+    second = world.keys.for_version("pictures", [], [VISION])
+    assert second.key != first.key, "eve could have the key"
+    assert world.keys.for_version("pictures", [BOB], [VISION]).key == second.key
+    world.set_group(8, 8)
+    third = world.keys.for_version("pictures", [BOB], [VISION])
+    assert third.key != second.key and world.keys.for_version("pictures", [BOB], [VISION]).key == third.key
+
+
+def test_member_who_came_and_left_unseen_could_have_the_key(world: World) -> None:
+    world.set_group(5, 5, BOB)
+    first = world.keys.for_version("pictures", [], [VISION])
+    world.set_group(9, 8, BOB)  # version 7 had eve, and version 8 left them out
+    assert world.keys.for_version("pictures", [], [VISION]).key != first.key
+
+
+def test_another_key_is_drawn_for_a_version_that_leaves_out_a_group(world: World) -> None:
+    world.set_group(5, 5, BOB)
+    world.groups[OTHERS] = msgspec.structs.replace(world.groups[VISION], name="group:others")
+    first = world.keys.for_version("pictures", [BOB], [VISION])
+    assert world.keys.for_version("pictures", [BOB], [VISION, OTHERS]).key == first.key
+    assert world.keys.for_version("pictures", [BOB], [OTHERS]).key != first.key, "vision had others meanwhile, perhaps"
+
+
+def test_revoked_node_of_a_member_could_have_the_key(world: World) -> None:
+    world.set_group(5, 5, BOB)
+    first = world.keys.for_version("pictures", [], [VISION])
+    world.revoked.add(b"E" * 32)
+    assert world.keys.for_version("pictures", [], [VISION]).key == first.key
+    world.revoked.add(b"B" * 32)
+    assert world.keys.for_version("pictures", [], [VISION]).key != first.key
+
+
+def test_no_key_is_drawn_for_a_group_that_is_not_known(world: World) -> None:
+    with pytest.raises(DataError, match="there is no group:prof/vision"):
+        world.keys.for_version("pictures", [BOB], [VISION])
+    assert not world.root.exists()
+
+
+async def test_key_is_asked_for_at_nodes_of_members(world: World) -> None:
+    cipher = StateCipher.generate()
+    world.set_group(5, 5, EVE)
+    world.answers = {b"E" * 32: cipher.key}
+    manifest = msgspec.structs.replace(version(cipher), readers=(), groups=(VISION, OTHERS))
+    assert await world.keys.cipher(SET, manifest) is not None and world.asked == [b"F" * 32, b"E" * 32]
 
 
 def test_files_of_keys_open_with_the_key_of_the_node_alone(world: World) -> None:

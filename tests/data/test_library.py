@@ -657,7 +657,7 @@ async def test_write_back_keeps_to_the_quota(
     library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library._membership = SimpleNamespace(credentials=SimpleNamespace(user_key=b"a" * 32))  # type: ignore[assignment]
-    monkeypatch.setattr(library.keys, "for_version", lambda name, readers: CIPHER)
+    monkeypatch.setattr(library.keys, "for_version", lambda name, readers, groups: CIPHER)
 
     async def resolve(name: str) -> None:
         return None

@@ -15,6 +15,7 @@ from mesh.data.manifest import (
     BLOCK_BYTES,
     DataError,
     DataManifest,
+    Group,
     Held,
     Reader,
     check_name,
@@ -31,6 +32,8 @@ GOOD = DataManifest(1, "pictures", "ada", ADA, b"chain", 5, 1000, Link(b"r" * 32
 CIPHER = StateCipher(b"the key of a private data set..!")
 PROOF = CIPHER.prove(statement(GOOD.key))
 PRIVATE = msgspec.structs.replace(GOOD, realm=CIPHER.realm, proof=PROOF)
+VISION = Group(EVE, "eve", "vision")
+GROUP = DataManifest(1, "group:vision", "ada", ADA, b"chain", 5, 1000, readers=(Reader(EVE, "eve"),), left_out=5)
 SIGNER = Credentials(NODE, "node1", "ada", ADA, 0, (USER,), False, b"", 500, 2000)
 
 
@@ -41,7 +44,8 @@ def test_empty_files_take_space() -> None:
 
 
 def test_manifest_survives_its_encoding() -> None:
-    for manifest in (GOOD, PRIVATE):
+    named = msgspec.structs.replace(GOOD, groups=(VISION,) * 32)
+    for manifest in (GOOD, PRIVATE, GROUP, named, msgspec.structs.replace(GROUP, readers=())):
         assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
@@ -89,11 +93,59 @@ def test_key_of_another_data_set_is_not_named(changes: dict[str, object]) -> Non
         {"cache": True, "everybody": True},
         {"cache": True, "readers": (Reader(EVE, "eve"),)},
         {"realm": CIPHER.realm, "proof": PROOF, "root": None},
+        {"cache": True, "groups": (VISION,)},
+        {"groups": (VISION,) * 33},
+        {"groups": (Group(b"short", "eve", "vision"),)},
+        {"groups": (Group(EVE, "eve", "group:vision"),)},
+        {"groups": (Group(EVE, "eve", "../etc"),)},
+        {"groups": (Group(EVE, "e/ve", "vision"),)},
+        {"groups": (Group(EVE, "e" * 65, "vision"),)},
+        {"left_out": 1},
+        {"number": 1 << 63},
     ],
 )
 def test_hostile_manifest_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(DataError):
         decode_manifest(msgspec.msgpack.encode(msgspec.structs.replace(GOOD, **changes)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "group:"},
+        {"name": "group:group:vision"},
+        {"name": "group:Vision"},
+        {"name": "group:" + "n" * 65},
+        {"root": GOOD.root},
+        {"chunk_bytes": 1},
+        {"everybody": True},
+        {"cache": True, "readers": ()},
+        {"realm": CIPHER.realm, "proof": CIPHER.prove(statement(GROUP.key))},
+        {"proof": PROOF},
+        {"groups": (VISION,)},
+        {"left_out": 6},
+        {"left_out": 1 << 63},
+        {"number": 1 << 63},
+        {"readers": tuple(Reader(EVE, "eve") for _ in range(257))},
+        {"readers": (Reader(EVE, "x" * 65),)},
+        {"members": [EVE]},
+    ],
+)
+def test_hostile_group_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(DataError):
+        decode_manifest(msgspec.msgpack.encode(msgspec.to_builtins(GROUP, builtin_types=(bytes,)) | changes))
+
+
+def test_group_and_data_set_of_one_name_are_two_things() -> None:
+    assert GROUP.key == Group(ADA, "whoever", "vision").key != (ADA, "vision") and GROUP.is_group and not GROUP.removes
+    removal = msgspec.structs.replace(GOOD, root=None, chunk_bytes=0)
+    assert removal.removes and not removal.is_group and not GOOD.removes
+
+
+def test_manifest_without_groups_is_as_it_was() -> None:
+    """Manifests of releases without groups keep their bytes, and so their ids."""
+    fields = {"version", "name", "user", "user_key", "chain", "number", "created_unix", "root", "chunk_bytes"}
+    assert msgspec.msgpack.decode(encode_manifest(GOOD)).keys() == fields
 
 
 def test_manifest_may_reach_its_bounds() -> None:
@@ -112,6 +164,10 @@ def test_content_is_for_its_owner_its_readers_or_everybody() -> None:
     assert GOOD.may_read(ADA) and not GOOD.may_read(EVE)
     assert msgspec.structs.replace(GOOD, readers=(Reader(EVE, "eve"),)).may_read(EVE)
     assert msgspec.structs.replace(GOOD, everybody=True).may_read(EVE)
+    named = msgspec.structs.replace(GOOD, groups=(Group(ADA, "ada", "empty"), VISION))
+    members = {VISION: {NODE}}
+    assert named.may_read(NODE, lambda group: members.get(group, set())) and not named.may_read(NODE)
+    assert not named.may_read(EVE, lambda group: members.get(group, set())), "who keeps a group need not be in it"
 
 
 def test_other_bytes_are_refused() -> None:
@@ -171,6 +227,14 @@ def test_announcement_is_bounded() -> None:
     longest = encode_announced([msgspec.structs.replace(row, user="u" * 64, name="n" * 64) for row in rows], coming)
     assert 16_000 < len(longest) <= MAX_BODY_BYTES and len(decode_announced(longest).sets) < 96
     assert decode_announced(longest).coming == tuple(coming[:8])
+    groups = [msgspec.structs.replace(row, name=f"group:{row.name}") for row in rows]
+    long = [msgspec.structs.replace(row, user="u" * 64, name="group:" + "n" * 64) for row in rows]
+    for some in (groups, long):
+        found = decode_announced(encode_announced(some, coming, some))
+        assert found.groups == tuple(some[:32]) and 32 < len(found.sets) <= 96
+    for bad in (groups[:33], [msgspec.structs.replace(groups[0], name="group:../x")], [[b"x"]]):
+        with pytest.raises(DataError):
+            decode_announced(msgspec.msgpack.encode({"groups": bad}))
     for many in (coming, [b"x"]):
         with pytest.raises(DataError):
             decode_announced(msgspec.msgpack.encode({"coming": many}))

@@ -277,7 +277,7 @@ async def test_older_versions_and_removals_go_in_time(here: Here) -> None:
         created = int(time.time() - ago_s)
         self_made = DataManifest(1, "x", "ada", ADA, b"chain", 1, created, None, 0)
         here.known[identity] = self_made
-        await here.holdings.keep_removal(identity)
+        await here.holdings.keep_statement(identity)
     await here.space.tidy()
     assert here.holdings.held == {fresh, pinned, used, newest, removed}
     assert not here.holdings.store.has(old)

@@ -137,18 +137,26 @@ def damage(node: StackNode) -> None:
 PROOF = 'cd "$MESH_DATA_PATIENTS"; cat * | sha256sum; until [ -e "$UNTIL" ]; do sleep 0.1; done'
 
 
-def test_canary_of_a_private_set_is_on_no_disk_after_the_job(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
-    """The owner, a reader and a lender, each another user. The key comes with the job, and no node keeps it for that."""
+def of_three_users(make_stack: Callable[..., Stack], tmp_path: Path, *users: str) -> Stack:
+    """Return the running nodes of three users: the founder and these."""
     overrides = {"slots": 1, "process_engine_for": "all", "encrypt": False, "process_sees": [str(tmp_path)]}
     stack, now = Stack(3, overrides=overrides), time.time()
     make_stack.stacks.append(stack)  # type: ignore[attr-defined]
     stack.found()
-    owner, reader, lender = stack.nodes
+    owner, *others = stack.nodes
     founder, genesis = Identity.load(owner.where.key), owner.where.genesis.read_bytes()
-    for node, user in ((reader, "bob"), (lender, "lend")):
+    for node, user in zip(others, users, strict=True):
         identity, chain = Identity.load(node.where.key), owner.where.chain.read_bytes()
         save_membership(node.where, genesis, admitted(founder, genesis, chain, identity.node_id, user, user, now), ())
     stack.start_all()
+    return stack
+
+
+def test_canary_of_a_private_set_is_on_no_disk_after_the_job(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
+    """The owner, a reader and a lender, each another user. The key comes with the job, and no node keeps it for that."""
+    stack = of_three_users(make_stack, tmp_path, "bob", "lend")
+    owner, reader, lender = stack.nodes
+    founder = Identity.load(owner.where.key)
     name, source, end = f"{read(owner, 'status')['user']}/patients", tmp_path / "patients", tmp_path / "end"
     source.mkdir()
     content, canary = os.urandom(600_000), f"canary-{os.urandom(12).hex()}"
@@ -202,6 +210,78 @@ def test_canary_of_a_private_set_is_on_no_disk_after_the_job(make_stack: Callabl
     assert finished(owner, job)["attempts"][-1]["node"] == "lend" and proof in ok(owner, "logs", job)
     until(lambda: not list(trees.iterdir()), "the files to be removed")
     assert not found_in(lender.where.root, wanted)
+
+
+def test_members_of_a_group_read_until_they_are_left_out(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
+    """The owner of a group and of a data set, and two other users. A change of the group needs no new version of the data set."""
+    stack = of_three_users(make_stack, tmp_path, "bob", "carol")
+    owner, bob, carol = stack.nodes
+    user, source = read(owner, "status")["user"], tmp_path / "scans"
+    name, group = f"{user}/scans", f"{user}/vision"
+    source.write_bytes(os.urandom(100_000))
+    add = ("data", "add", "scans", str(source), "--reader", "group:vision")
+    none = mesh(owner, *add)
+    assert none.returncode == 4 and "there is no group vision" in none.stderr
+    assert ok(owner, "data", "group", "set", "vision", "bob") == f"{group} has 1 member: bob\n"
+    first = read(owner, *add)["id"]
+    assert row(owner, name)["readers"] == [f"group:{group}"]
+
+    def readable(node: StackNode) -> bool:
+        return bool(row(node, name).get("readable"))
+
+    def runs(node: StackNode) -> subprocess.CompletedProcess[str]:
+        return mesh(
+            node, "run", "--no-workdir", "--data", name, "--", "sh", "-c", 'cat "$MESH_DATA_SCANS"/* | sha256sum'
+        )
+
+    proof = hashlib.sha256(source.read_bytes()).hexdigest()
+    until(lambda: readable(bob), "bob to be a member")
+    until(lambda: row(carol, name), "carol to know the data set")
+    ok(bob, "data", "pin", name)
+    assert proof in runs(bob).stdout
+    refused = mesh(carol, "data", "pin", name)
+    assert refused.returncode == 5 and "is not for carol" in refused.stderr and runs(carol).returncode == 125
+    others = mesh(carol, "data", "group", "set", group, "carol")
+    assert others.returncode == 5 and "only they can change it" in others.stderr
+
+    # Who comes into the group reads what there is.
+    ok(owner, "data", "group", "set", "vision", "bob", "carol")
+    until(lambda: readable(carol), "carol to be a member")
+    assert row(carol, name)["id"] == first
+    shown = read(carol, "data", "group", "show", group)
+    assert shown["members"] == ["bob", "carol"] and shown["data"] == [name] and not shown["mine"]
+    assert proof in runs(carol).stdout
+    ok(carol, "data", "pin", name)
+
+    # Who is left out gets it no more, and not with the next version either, which has another key.
+    ok(owner, "data", "group", "set", "vision", "carol")
+    until(lambda: not readable(bob), "bob to be left out")
+    refused = mesh(bob, "data", "pin", name)
+    assert refused.returncode == 5 and "is not for bob" in refused.stderr and runs(bob).returncode == 125
+    realms = [{path.name for path in (node.where.data / "keys").iterdir()} for node in stack.nodes]
+    assert len(realms[0]) == 1 and realms == [realms[0]] * 3
+    second = read(owner, *add)["id"]
+    assert len(list((owner.where.data / "keys").iterdir())) == 2
+    until(lambda: row(bob, name)["id"] == row(carol, name)["id"] == second, "the new version to be known")
+    ok(carol, "data", "pin", name)
+    assert not readable(bob) and len(list((bob.where.data / "keys").iterdir())) == 1
+    assert len(list((carol.where.data / "keys").iterdir())) == 2
+
+    # A node that has the data set keeps the group, and tells others while the owner is away.
+    send(signal.SIGTERM, *stack.nodes)
+    for node in stack.nodes:
+        assert node.process is not None and node.process.wait(60) == 0
+    for node in (bob, carol):
+        stack.start(node)
+    for node in (bob, carol):
+        until(lambda node=node: mesh(node, "status").returncode == 0, "the restarted daemon to answer")
+    assert readable(carol)
+    until(lambda: read(bob, "data", "group", "ls")["groups"], "bob's node to hear of it")
+    assert not readable(bob)
+    stack.start(owner)
+    until(lambda: mesh(owner, "data", "group", "rm", "vision").returncode == 0, "the owner to be back")
+    until(lambda: not readable(carol) and not read(carol, "data", "group", "ls")["groups"], "the group to be removed")
+    assert runs(carol).returncode == 125 and readable(owner)
 
 
 def test_full_quota_evicts_what_another_node_keeps_and_never_the_last_copy(

@@ -14,7 +14,7 @@ from mesh.checkpoints.key_shares import seal_shares
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, encode_reconfiguration
 from mesh.consensus.messages import Accept, Enlist, Start
-from mesh.data.manifest import DataManifest, Reader
+from mesh.data.manifest import DataManifest, Group, Reader
 from mesh.jobs.authority import (
     REMEMBERED,
     Authority,
@@ -662,6 +662,13 @@ def test_data_set_is_for_its_readers_and_runners_of_their_jobs(town: Town) -> No
     assert not may_read_data(lender, (private,), other, adas), "that job names another data set"
     assert not may_read_data(lender, (private,), named, bobs), "a job of somebody who may not read it gives nothing"
     assert may_read_data(lender, (shared,), named, bobs)
+    vision = Group(town.key("eve"), "eve", "vision")
+    grouped = msgspec.structs.replace(private, groups=(vision,))
+    assert not may_read_data(bob, (grouped,), named) and not may_read_data(lender, (grouped,), named, bobs)
+    for caller, running in ((bob, None), (lender, bobs)):
+        assert may_read_data(caller, (grouped, grouped), named, running, {vision: {town.key("bob")}}.__getitem__)
+        assert not may_read_data(caller, (grouped,), named, running, {vision: {town.key("ada")}}.__getitem__)
+        assert not may_read_data(caller, (grouped, private), named, running, {vision: {town.key("bob")}}.__getitem__)
     assert not may_read_data(bob, (shared, private), named), "bob is no reader of the newest version"
     assert not may_read_data(lender, (shared, private), named, bobs) and may_read_data(ada, (shared, private), named)
 

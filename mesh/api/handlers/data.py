@@ -24,10 +24,21 @@ from membership.trust import USER, Credentials, TrustStore
 from mesh.api import schemas
 from mesh.api.handlers.lookup import nick_in, nicks_of
 from mesh.api.queries import DataQuery, WorkQuery
-from mesh.api.requests import AddData, PinData, RemoveData, StopData
+from mesh.api.requests import AddData, PinData, RemoveData, SetGroup, StopData
 from mesh.data.fetcher import QUERY_BYTES
 from mesh.data.library import DataLibrary, Work
-from mesh.data.manifest import MAX_READERS, MAX_SEALED, DataError, DataManifest, FetchFailed, Reader, check_name
+from mesh.data.manifest import (
+    GROUP,
+    MAX_GROUPS,
+    MAX_READERS,
+    MAX_SEALED,
+    DataError,
+    DataManifest,
+    FetchFailed,
+    Group,
+    Reader,
+    check_name,
+)
 from mesh.jobs.authority import may_order_image, may_read_data
 from mesh.jobs.service import JobService
 from mesh.model.spec import JOB_ID_BYTES, DataNeed, JobSpec
@@ -61,7 +72,7 @@ class DataHandlers:
             known = await self._library.directory.resolve(name)
             if known is not None:
                 identity, manifest = known
-                if not manifest.may_read(self._membership.credentials.user_key):
+                if not self._library.directory.may_read(identity, self._membership.credentials.user_key):
                     raise MeshError(
                         f"data set {manifest.full_name} is not for you: {manifest.user} can add you with "
                         f"`mesh data add {manifest.name} PATH --reader {self._membership.credentials.user}`",
@@ -142,12 +153,12 @@ class DataHandlers:
             "bytes": manifest.size,
             "files": manifest.root.entries if manifest.root is not None else 0,
             "created_unix": manifest.created_unix,
-            "readers": [reader.name for reader in manifest.readers],
+            "readers": [*(one.name for one in manifest.readers), *(group.full_name for group in manifest.groups)],
             "everybody": manifest.everybody,
             "cache": manifest.cache,
             "encrypted": bool(manifest.realm),
             "mine": manifest.user_key == own.user_key,
-            "readable": manifest.may_read(own.user_key),
+            "readable": library.directory.may_read(identity, own.user_key),
             "here": here,
             "pinned": library.holdings.pinned(identity),
             "path": library.path_of(manifest),
@@ -200,26 +211,85 @@ class DataHandlers:
             raise MeshError(f"there is no data set {name}: `mesh data ls` lists them", ExitCode.NOT_FOUND)
         return found
 
+    async def groups(self, name: str) -> schemas.data.Groups:
+        """Return the groups with members, or one of them."""
+        directory, data = self._library.directory, dict[tuple[bytes, str], list[str]]()
+        found = [one for _, one in directory.groups() if one.readers]
+        if name:
+            found = [await self._find_group(name)]
+        for _, one in directory.newest():
+            for group in one.groups:
+                data.setdefault(group.key, []).append(one.full_name)
+        rows = [
+            schemas.data.Group(
+                name=f"{one.user}/{one.name.removeprefix(GROUP)}",
+                members=[reader.name for reader in one.readers],
+                changed_unix=one.created_unix,
+                mine=one.user_key == self._membership.credentials.user_key,
+                data=data.get(one.key, []),
+            )
+            for one in found
+        ]
+        return schemas.data.Groups(groups=rows)
+
+    async def _find_group(self, name: str) -> DataManifest:
+        found = await self._library.directory.resolve_group(name)
+        if found is None:
+            raise MeshError(f"there is no group {name}: `mesh data group ls` lists them", ExitCode.NOT_FOUND)
+        return found[1]
+
     # --- orders
 
-    def add(self, order: AddData) -> schemas.data.DataWork:
-        own = self._membership.credentials
-        if USER not in own.roles:
+    def _check_owns(self) -> None:
+        if USER not in self._membership.credentials.roles:
             raise MeshError("this node may lend, but own no data sets: its certificate says so", ExitCode.REFUSED)
-        if not Path(order.path).exists():
-            raise MeshError(f"{order.path} does not exist", ExitCode.NOT_FOUND)
-        if len(order.readers) > MAX_READERS:
-            raise MeshError(f"a data set has at most {MAX_READERS} readers: add it for --everybody", ExitCode.USAGE)
+
+    def _users(self, names: Sequence[str]) -> tuple[Reader, ...]:
         readers = []
-        for name in dict.fromkeys(order.readers):
+        for name in dict.fromkeys(names):
             holder = self._trust.holder(name, time.time())
             if holder is None:
                 raise MeshError(
                     f"there is no user {name} in this mesh: `mesh member ls` lists them", ExitCode.NOT_FOUND
                 )
             readers.append(Reader(holder.key, name))
+        return tuple(readers)
+
+    async def set_group(self, order: SetGroup) -> schemas.data.Groups:
+        """Sign who is in a group of this node's user from now on. Without members it is removed, and no group is returned."""
+        self._check_owns()
+        own, directory = self._membership.credentials, self._library.directory
+        user, _, name = order.name.rpartition("/")
+        if user not in {"", own.user}:
+            raise MeshError(f"group {order.name} is {user}'s: only they can change it", ExitCode.REFUSED)
+        if len(order.members) > MAX_READERS:
+            raise MeshError(f"a group has at most {MAX_READERS} members: make a second one", ExitCode.USAGE)
+        if not order.members:
+            await self._find_group(name)
+        elif await directory.resolve_group(name) is None:
+            mine = [one for _, one in directory.groups() if one.readers and one.user_key == own.user_key]
+            if len(mine) >= MAX_GROUPS:
+                raise MeshError(f"a user has at most {MAX_GROUPS} groups: `mesh data group rm` one", ExitCode.USAGE)
         try:
-            work = self._library.add(order.name, Path(order.path), tuple(readers), order.everybody, order.rehash)
+            await self._library.set_group(name, self._users(order.members))
+        except DataError as error:
+            raise MeshError(str(error), ExitCode.USAGE) from error
+        return await self.groups(name) if order.members else schemas.data.Groups(groups=[])
+
+    async def add(self, order: AddData) -> schemas.data.DataWork:
+        self._check_owns()
+        if not await asyncio.to_thread(Path(order.path).exists):
+            raise MeshError(f"{order.path} does not exist", ExitCode.NOT_FOUND)
+        if len(order.readers) > MAX_READERS:
+            raise MeshError(f"a data set has at most {MAX_READERS} readers: add it for --everybody", ExitCode.USAGE)
+        users = self._users([name for name in order.readers if not name.startswith(GROUP)])
+        named = [name.removeprefix(GROUP) for name in dict.fromkeys(order.readers) if name.startswith(GROUP)]
+        if len(named) > MAX_GROUPS:
+            raise MeshError(f"a data set has at most {MAX_GROUPS} groups of readers", ExitCode.USAGE)
+        found = [await self._find_group(name) for name in named]
+        groups = dict.fromkeys(Group(one.user_key, one.user, one.name.removeprefix(GROUP)) for one in found)
+        try:
+            work = self._library.add(order.name, Path(order.path), (*users, *groups), order.everybody, order.rehash)
         except DataError as error:
             raise MeshError(str(error), ExitCode.USAGE) from error
         return _shown(work)
@@ -278,7 +348,7 @@ class DataHandlers:
         own = self._membership.credentials
         if order.off:
             self._library.holdings.pin(identity, False)
-        elif not manifest.may_read(own.user_key):
+        elif not self._library.directory.may_read(identity, own.user_key):
             raise MeshError(f"data set {manifest.full_name} is not for {own.user}", ExitCode.REFUSED)
         else:
             self._library.holdings.pin(identity, True)
@@ -369,7 +439,8 @@ class DataProvider:
         manifest = self._library.directory.known.get(identity)
         if manifest is None:
             raise web.HTTPNotFound(text="this node does not know the data set")
-        if not may_read_data(credentials, self._library.directory.with_newest(identity), identity):
+        directory = self._library.directory
+        if not may_read_data(credentials, directory.with_newest(identity), identity, members=directory.members):
             self._refuse(credentials, "the key", manifest)
         cipher = self._library.keys.known(manifest.realm)
         if cipher is None:
@@ -433,8 +504,8 @@ class DataProvider:
         return answer.response
 
     async def _may_read(self, caller: Credentials, identity: bytes, job: str) -> bool:
-        versions = self._library.directory.with_newest(identity)
-        if may_read_data(caller, versions, identity):
+        members, versions = self._library.directory.members, self._library.directory.with_newest(identity)
+        if may_read_data(caller, versions, identity, members=members):
             return True
         try:
             wanted = bytes.fromhex(job)
@@ -443,7 +514,7 @@ class DataProvider:
         if len(wanted) != JOB_ID_BYTES:
             return False
         running = await self._running(wanted, caller.node_id)
-        return may_read_data(caller, versions, identity, running)
+        return may_read_data(caller, versions, identity, running, members)
 
     async def _running(self, job: bytes, node: NodeId) -> JobSpec | None:
         known = self._runs.get((job, node))

@@ -6,10 +6,10 @@ import msgspec
 class DataSet(msgspec.Struct, frozen=True, kw_only=True):
     """The newest known version of a data set.
 
-    `name`: `USER/NAME`; `readers`: users besides the owner; `mine`: it is of this node's user; `readable`: its jobs may read
-    it. `cache`: its owner's jobs add to it. `encrypted`: on the disks of the nodes that have it. `here`: this node has it
-    whole; `path`: the directory that the owner of this node offers for it; `fetching`: progress. `nodes`: those that say they
-    have it whole.
+    `name`: `USER/NAME`; `readers`: users besides the owner, and groups as `group:USER/NAME`; `mine`: it is of this node's user;
+    `readable`: its jobs may read it. `cache`: its owner's jobs add to it. `encrypted`: on the disks of the nodes that have it.
+    `here`: this node has it whole; `path`: the directory that the owner of this node offers for it; `fetching`: progress.
+    `nodes`: those that say they have it whole.
     """
 
     name: str
@@ -75,6 +75,20 @@ class DataWork(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 0
     damaged: int = 0
     fetched_again: int = 0
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of users. `name`: `USER/NAME`; `mine`: it is of this node's user; `data`: the data sets that name it."""
+
+    name: str
+    members: list[str]
+    changed_unix: int
+    mine: bool
+    data: list[str]
+
+
+class Groups(msgspec.Struct, frozen=True, kw_only=True):
+    groups: list[Group]
 
 
 class RemovedData(msgspec.Struct, frozen=True, kw_only=True):
