@@ -54,7 +54,9 @@ class Endless:
 
 @pytest.fixture
 async def library(tmp_path: Path) -> AsyncIterator[DataLibrary]:
-    nobody: Any = SimpleNamespace(records=lambda section: [], members=list, publish=lambda *record: None)
+    nobody: Any = SimpleNamespace(
+        records=lambda section: [], record=lambda *name: None, members=list, publish=lambda *record: None
+    )
     library = DataLibrary(
         tmp_path / "data", 5 * SIZE // 2, 0.0, {}, Identity.generate(), nobody, nobody, nobody, print, lambda: None
     )
