@@ -77,7 +77,7 @@ class Repair:
         try:
             user = await self._relied_on(job, found.manifest)
             if user is not None:
-                await self._replicator.fetch(found.manifest, others, of=(job, user))
+                await self._replicator.fetch(found.manifest, others, (job, user))
                 here = True
         except (FetchError, PeerError, StoreError, TimeoutError, OSError) as error:
             log.info("job %s: this node lacks what it should have of it: %s", format_job(job)[:8], error)

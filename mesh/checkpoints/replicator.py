@@ -283,17 +283,18 @@ class Replicator:
         self,
         manifest: bytes,
         holders: Sequence[NodeId],
+        of: tuple[bytes, str],
         tell: Callable[[str], None] = lambda words: None,
-        of: tuple[bytes, str] | None = None,
     ) -> None:
         """Fetch a checkpoint with all its chunks into the local store, and report progress; FetchError if no holders have it
-        whole, or if it is not `of` this job and user.
+        whole, or if it is not `of` this job and user, as the job's description names them: the signer of a manifest may name
+        any, and would choose the quota.
         """
         if await asyncio.to_thread(self._complete, manifest):
             return
         sealed, sources = await self._fetch_manifest(manifest, holders)
         _, wanted = await asyncio.to_thread(decode_manifest, sealed, self._store.unseal)
-        if of not in {None, (wanted.job, wanted.user)}:
+        if of != (wanted.job, wanted.user):
             raise FetchError("it is not of this job and user")
         missing = set(await asyncio.to_thread(self._store.missing, wanted.chunks))
         have = await asyncio.to_thread(self._store.base_candidates, wanted.job) if missing else ()

@@ -63,7 +63,7 @@ from mesh.jobs.logs import SNAPSHOT_BYTES, snapshot_logs
 from mesh.model.environment import CondaList, EnvironmentRefused, UvProject
 from mesh.model.record import Commit, JobRecord
 from mesh.model.secrets import SecretError
-from mesh.model.spec import DataNeed, JobSpec, format_job
+from mesh.model.spec import NO_JOB, DataNeed, JobSpec, format_job
 from mesh.network.proxy_rules import ProxyRules
 from mesh.util import trees
 from mesh.util.boottime import boot_s
@@ -590,7 +590,7 @@ class Attempt:
         if self.spec.workdir is not None and not whole:
             holders = [*self.spec.workdir_holders, *self._replica_policy().fallback]
             brings = self._brings("working directory")
-            fetch = partial(self._replicator.fetch, self.spec.workdir, holders, brings)
+            fetch = partial(self._replicator.fetch, self.spec.workdir, holders, (NO_JOB, self.spec.user), brings)
             await fetch()
             await restore(self.spec.workdir, "work", "work", fetch)
         (base / "work").mkdir(exist_ok=True)
@@ -615,14 +615,14 @@ class Attempt:
 
     async def _fetch_commit(self, record: JobRecord, commit: Commit) -> None:
         """Fetch the last checkpoint; CommitNotFetched tells whether it is lost, and whether its predecessor is here then."""
-        sources = self._replica_policy().sources
+        sources, of = self._replica_policy().sources, (self.job, self.spec.user)
         try:
-            await self._replicator.fetch(commit.manifest, sources(record, commit), self._brings("checkpoint"))
+            await self._replicator.fetch(commit.manifest, sources(record, commit), of, self._brings("checkpoint"))
         except FetchError as error:
             before, here = record.predecessor, False
             if before is not None:
                 with suppress(FetchError, StoreError, OSError):
-                    await self._replicator.fetch(before.manifest, sources(record, before))
+                    await self._replicator.fetch(before.manifest, sources(record, before), of)
                     here = True
             reason = f"checkpoint {commit.seq} could not be brought here: {error}"
             unfetched: Literal["away", "lost"] = "away" if error.unsure else "lost"

@@ -32,7 +32,7 @@ from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, decode_
 from mesh.consensus.messages import MOST_WARRANTS, Accept, Enlist, Start
 from mesh.data.manifest import DataManifest, Members, nobody
 from mesh.model.record import FIRST_TERM, Config, JobRecord, Voters
-from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
+from mesh.model.spec import NO_JOB, JobSpec, SpecError, decode_spec, job_id
 
 LEAST_VOUCHERS = 2  # for a job whose submitter's certificate has ended: one witness alone may lie (own choice)
 REMEMBERED = 1024  # jobs taken on by the word of their witnesses (own choice)
@@ -108,7 +108,7 @@ def is_writer(signer: NodeId, manifest: Manifest, identity: bytes, known: Witnes
 
 def may_keep_workdir(manifest: Manifest, signer: Credentials | None) -> bool:
     """Tell whether a working directory, which is saved before there is a job, is one of its signer's user."""
-    no_job = manifest.job == bytes(JOB_ID_BYTES) and (manifest.config, manifest.term, manifest.seq) == (0, 0, 0)
+    no_job = manifest.job == NO_JOB and (manifest.config, manifest.term, manifest.seq) == (0, 0, 0)
     return no_job and signer is not None and signer.user == manifest.user and USER in signer.roles
 
 

@@ -34,6 +34,7 @@ from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
 from placement.request import SHORT_ID, SHORT_S, Request, WantedData, expected_s
 
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
+NO_JOB = bytes(JOB_ID_BYTES)  # of a working directory, which is saved before its jobs
 JOB_ID_LENGTH = 26  # in base32
 
 CommitMode = Literal["rename", "marker", "stable", "system"]

@@ -100,7 +100,8 @@ async def test_damaged_checkpoint_is_fetched_again_or_told_lost(monkeypatch: pyt
     monkeypatch.setattr("mesh.api.handlers.checkpoints.verify", lambda store: report)
     asked: list[Any] = []
 
-    async def fetch(identity: bytes, sources: list[bytes]) -> None:
+    async def fetch(identity: bytes, sources: list[bytes], of: tuple[bytes, str]) -> None:
+        assert of == (JOB, "ada")
         asked.append((identity, sources))
         if identity == b"lost":
             raise FetchError("no node has it")
@@ -108,7 +109,7 @@ async def test_damaged_checkpoint_is_fetched_again_or_told_lost(monkeypatch: pyt
     def manifest(identity: bytes) -> Any:
         if identity == b"gone":
             raise StoreError("it is not here")
-        return SimpleNamespace(job=JOB)
+        return SimpleNamespace(job=JOB, user="ada")
 
     store: Any = SimpleNamespace(manifest=manifest, quarantine="/q")
     jobs: Any = SimpleNamespace(replicator=SimpleNamespace(fetch=fetch))

@@ -284,12 +284,13 @@ class Finished:
         return Words(dict(zip((A, B, C), map(record, stated), strict=False)), self.few)
 
     async def _spec_of(self, status: object) -> Any:
-        return SimpleNamespace(lock=self.lock)
+        return SimpleNamespace(lock=self.lock, user="ada")
 
     async def _cipher(self, *asked: object) -> None:
         return None
 
-    async def _fetch(self, manifest: bytes, sources: list[bytes]) -> None:
+    async def _fetch(self, manifest: bytes, sources: list[bytes], of: tuple[bytes, str]) -> None:
+        assert of == (self.status.job, "ada")
         if self.problem is not None:
             raise self.problem
 

@@ -218,12 +218,15 @@ async def restores(bench: Bench, rounds: int) -> dict[str, list[float]]:
         shutil.copytree(bench.home / "ours", bench.home / f"source{number}")
 
     async def ours() -> float:
-        store = Store(bench.fresh("restored"), bench.store.unseal)
+        store, of = (
+            Store(bench.fresh("restored"), bench.store.unseal),
+            (bench.saved.manifest.job, bench.saved.manifest.user),
+        )
         with ExitStack() as stack:
             for number, rate in enumerate(RATES, 1):
                 stack.enter_context(bench.node(number, bench.home / f"source{number}", rate * 1_000_000))
             async with bench.peers() as peers:
-                taken = await timed(Replicator(peers, store).fetch(bench.saved.id, bench.others))
+                taken = await timed(Replicator(peers, store).fetch(bench.saved.id, bench.others, of))
         if store.missing(bench.saved.manifest.chunks) or not store.has(bench.saved.id):
             raise SystemExit("the restored checkpoint is incomplete")
         store.close()

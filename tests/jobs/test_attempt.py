@@ -437,7 +437,8 @@ async def test_start_without_its_checkpoint_says_if_it_is_lost_and_what_is_here(
     engine, asked = LateEngine(waits=False), []
     place = Place(tmp_path, engine, store=open_store(tmp_path / "store"), checkpointing=Checkpointing())
 
-    async def fetch(manifest: bytes, sources: list[bytes], tell: object = None) -> None:
+    async def fetch(manifest: bytes, sources: list[bytes], of: tuple[bytes, str], tell: object = None) -> None:
+        assert of == (b"j" * 16, place.attempt.spec.user)
         asked.append((manifest, sources))
         if manifest == b"2" * 32 or not predecessor_is_there:
             raise FetchError("gone", unsure)

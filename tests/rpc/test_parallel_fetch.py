@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ckptstore.errors import DiskFull
+from ckptstore.errors import DiskFull, QuotaExceeded
 from ckptstore.fetch import Request
 from ckptstore.messages import decode_chunk_request
 from ckptstore.pack import Location, ObjectStream, StoredObject
@@ -30,6 +30,7 @@ from tests.ckptstore.worlds import CIPHER, JOB, damage, open_store, read_tree, s
 from tests.rpc.nodes import client_of, node_named, serve
 
 HONEST, OTHER = node_named("h").node_id, node_named("o").node_id
+OF = JOB, "ada"
 
 
 class Holder:
@@ -121,7 +122,7 @@ class World:
 
     def checkpoint(self) -> SavedManifest:
         write_tree(self.root / "in", {f"{number}.bin": os.urandom(700_000) for number in range(24)})
-        return save(self.theirs, self.root / "in", cipher=CIPHER)
+        return save(self.theirs, self.root / "in", cipher=CIPHER, user="ada")
 
 
 @pytest.fixture(params=[True, False], ids=["length", "chunked"])
@@ -166,41 +167,55 @@ MANNERS = [
 
 async def test_manifest_of_another_job_or_user_is_not_fetched(world: World) -> None:
     saved = world.checkpoint()
-    replicator, holders = await world.replicator(honest="honest"), list(world.holders)
-    of = (saved.manifest.job, saved.manifest.user)
-    for another in ((b"o" * 16, of[1]), (of[0], "another")):
+    replicator = await world.replicator(honest="honest")
+    for another in ((b"o" * 16, "ada"), (JOB, "another")):
         with pytest.raises(FetchError, match="not of this job and user"):
-            await replicator.fetch(saved.id, holders, of=another)
-    assert not world.holders[holders[0]].asked
-    await replicator.fetch(saved.id, holders, of=of)
+            await replicator.fetch(saved.id, [HONEST], another)
+    assert not world.holders[HONEST].asked
+    await replicator.fetch(saved.id, [HONEST], OF)
     assert restored(world, saved)
+
+
+async def test_fetch_evades_no_quota_by_the_name_of_the_nodes_user(world: World) -> None:
+    """A hostile runner signs what its job has saved, and may name any user there."""
+    saved, world.ours.user, world.ours.foreign_quota_bytes = world.checkpoint(), "ada", 1 << 20
+    replicator = await world.replicator(honest="honest")
+    with pytest.raises(FetchError, match="not of this job and user"):
+        await replicator.fetch(saved.id, [HONEST], (JOB, "eve"))
+    assert not world.ours.manifests() and not list(world.ours.packs.iterdir())
+    world.ours.user = "eve"
+    with pytest.raises(QuotaExceeded):
+        await replicator.fetch(saved.id, [HONEST], OF)
+    world.ours.user = "ada"
+    await replicator.fetch(saved.id, [HONEST], OF)
+    assert restored(world, saved) and not world.ours.foreign_bytes()
 
 
 async def test_checkpoint_that_lost_a_chunk_is_fetched_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(honest="")
-    await replicator.fetch(saved.id, [HONEST])
+    await replicator.fetch(saved.id, [HONEST], OF)
     world.holders[HONEST].asked = 0
-    await replicator.fetch(saved.id, [HONEST])
+    await replicator.fetch(saved.id, [HONEST], OF)
     assert not world.holders[HONEST].asked
     lost = world.ours.manifest(saved.id).chunks[0]
     monkeypatch.setattr(world.ours, "missing", lambda chunks: [chunk for chunk in chunks if chunk == lost])
-    await replicator.fetch(saved.id, [HONEST])
+    await replicator.fetch(saved.id, [HONEST], OF)
     assert world.holders[HONEST].asked
 
 
 async def test_chunk_found_damaged_is_fetched_again(world: World) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(honest="")
-    await replicator.fetch(saved.id, [HONEST])
+    await replicator.fetch(saved.id, [HONEST], OF)
     where = place_of(world, saved.manifest.chunks[3])
     damage(world.ours.packs / f"{where.pack}.pack", where.offset + where.length - 1)
-    fetch = partial(replicator.fetch, saved.id, [HONEST])
+    fetch = partial(replicator.fetch, saved.id, [HONEST], OF)
     assert await replicator.mended(saved.id, fetch, lambda: restored(world, saved))
     where = place_of(world, saved.manifest.chunks[3])
     damage(world.ours.packs / f"{where.pack}.pack", where.offset + where.length - 1)
     with pytest.raises(FetchError):
-        await replicator.mended(saved.id, partial(replicator.fetch, saved.id, []), lambda: restored(world, saved))
+        await replicator.mended(saved.id, partial(replicator.fetch, saved.id, [], OF), lambda: restored(world, saved))
 
 
 async def test_fetch_keeps_its_chunks_from_being_collected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +229,7 @@ async def test_fetch_keeps_its_chunks_from_being_collected(world: World, monkeyp
         return accept(*given)
 
     monkeypatch.setattr(world.ours, "accept_manifest", later)
-    await replicator.fetch(saved.id, [HONEST])
+    await replicator.fetch(saved.id, [HONEST], OF)
     assert restored(world, saved)
 
 
@@ -222,7 +237,7 @@ async def test_fetch_keeps_its_chunks_from_being_collected(world: World, monkeyp
 async def test_fetch_falls_back_to_other_holder(manner: str, world: World, impatient: None) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(other=manner, honest="")
-    await replicator.fetch(saved.id, [OTHER, HONEST])
+    await replicator.fetch(saved.id, [OTHER, HONEST], OF)
     assert restored(world, saved) and all(holder.asked for holder in world.holders.values())
     assert replicator.refusals.counters["refused_chunks"] == int(manner in {"lies", "never ends"})
     assert not list((world.root / "ours" / "tmp").iterdir())
@@ -231,7 +246,7 @@ async def test_fetch_falls_back_to_other_holder(manner: str, world: World, impat
 async def test_fetch_keeps_its_connection(world: World) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(honest="")
-    await replicator.fetch(saved.id, [HONEST])
+    await replicator.fetch(saved.id, [HONEST], OF)
     holder = world.holders[HONEST]
     assert restored(world, saved) and holder.asked > 1 and len(holder.connections) == 1
 
@@ -242,7 +257,7 @@ async def test_fetch_without_holders_reports_reason(manner: str, world: World, i
     replicator = await world.replicator(other=manner)
     with pytest.raises(FetchError, match="chunks could not be fetched"):
         async with asyncio.timeout(30):
-            await replicator.fetch(saved.id, [OTHER, HONEST])
+            await replicator.fetch(saved.id, [OTHER, HONEST], OF)
     assert not world.ours.has(saved.id) and not list((world.root / "ours" / "tmp").iterdir())
 
 
@@ -292,7 +307,7 @@ async def test_body_that_ends_inside_a_chunk_is_not_waited_for(world: World, mon
     replicator = await world.replicator(other="ends inside a chunk")
     with pytest.raises(FetchError, match="chunks could not be fetched"):
         async with asyncio.timeout(60):
-            await replicator.fetch(saved.id, [OTHER])
+            await replicator.fetch(saved.id, [OTHER], OF)
 
 
 @pytest.mark.parametrize("world", [True], indirect=True)
@@ -313,7 +328,7 @@ async def test_holder_waits_for_a_slow_disk(world: World, monkeypatch: pytest.Mo
     monkeypatch.setattr(Receiver, "take", slow)
     saved = world.checkpoint()
     replicator = await world.replicator(honest="")
-    fetch = asyncio.create_task(replicator.fetch(saved.id, [HONEST]))
+    fetch = asyncio.create_task(replicator.fetch(saved.id, [HONEST], OF))
     async with asyncio.timeout(60):
         while not bodies or bodies[0]._transport.is_reading():
             assert not bodies or len(bodies[0]._whole) <= 1
@@ -333,14 +348,14 @@ async def test_full_disk_blames_no_holder(world: World, monkeypatch: pytest.Monk
     saved = world.checkpoint()
     replicator = await world.replicator(honest="", other="")
     with pytest.raises(DiskFull):
-        await replicator.fetch(saved.id, [OTHER, HONEST])
+        await replicator.fetch(saved.id, [OTHER, HONEST], OF)
     assert not world.ours.has(saved.id) and not replicator.refusals.counters
 
 
 async def test_cancelled_fetch_leaves_nothing_open(world: World) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(other="stands still")
-    fetch = asyncio.create_task(replicator.fetch(saved.id, [OTHER]))
+    fetch = asyncio.create_task(replicator.fetch(saved.id, [OTHER], OF))
     while not world.holders[OTHER].asked:
         await asyncio.sleep(0.01)
     fetch.cancel()
@@ -358,7 +373,7 @@ async def test_fetch_tells_who_may_still_have_it(manner: str, unsure: bool, worl
     saved = world.checkpoint()
     replicator = await world.replicator(other=manner)
     with pytest.raises(FetchError) as failed:
-        await replicator.fetch(saved.id, [OTHER])
+        await replicator.fetch(saved.id, [OTHER], OF)
     assert failed.value.unsure == ({OTHER} if unsure else set())
 
 
@@ -366,8 +381,8 @@ async def test_holder_that_gives_another_manifest_is_not_believed(world: World) 
     saved, replicator = world.checkpoint(), await world.replicator(other="gives another manifest", honest="is honest")
     another = save(world.theirs, world.root / "in", seq=99)
     with pytest.raises(FetchError, match="answered with something else"):
-        await replicator.fetch(saved.id, [OTHER])
-    await replicator.fetch(saved.id, [OTHER, HONEST])
+        await replicator.fetch(saved.id, [OTHER], OF)
+    await replicator.fetch(saved.id, [OTHER, HONEST], OF)
     assert restored(world, saved) and not world.ours.has(another.id)
     assert replicator.refusals.counters["refused_manifests"] == 2
 
@@ -375,7 +390,7 @@ async def test_holder_that_gives_another_manifest_is_not_believed(world: World) 
 async def test_node_that_cannot_be_reached_may_still_have_it(world: World) -> None:
     replicator = await world.replicator(other="has lost it")
     with pytest.raises(FetchError) as failed:
-        await replicator.fetch(world.checkpoint().id, [OTHER, HONEST])
+        await replicator.fetch(world.checkpoint().id, [OTHER, HONEST], OF)
     assert failed.value.unsure == {HONEST}
 
 
@@ -385,5 +400,5 @@ async def test_store_with_a_later_uncommitted_checkpoint_fetches_the_committed_o
     save(world.ours, world.root / "later", seq=2, term=5)
     fence = world.ours.fence(JOB)
     replicator = await world.replicator(honest="")
-    await replicator.fetch(committed.id, [HONEST])
+    await replicator.fetch(committed.id, [HONEST], OF)
     assert restored(world, committed) and world.ours.fence(JOB) == fence

@@ -65,7 +65,8 @@ class CheckpointHandlers:
         for identity in report.damaged_manifests:
             try:
                 manifest = await asyncio.to_thread(store.manifest, identity)
-                await self._jobs.replicator.fetch(identity, self._sources(manifest.job, identity))
+                of = manifest.job, manifest.user  # checked as it came here
+                await self._jobs.replicator.fetch(identity, self._sources(manifest.job, identity), of)
                 repaired.append(identity.hex())
             except (StoreError, FetchError) as error:
                 lost[identity.hex()] = str(error)

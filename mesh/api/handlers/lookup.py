@@ -326,7 +326,7 @@ class JobLookup:
         others = replica_order(status.job, self._jobs.mesh_view.adverts(), {self.me}, 0)
         sources = [node for node in dict.fromkeys([*holders, *reversed(ran), *others]) if node != self.me]
         try:
-            await self._jobs.replicator.fetch(manifest, sources)
+            await self._jobs.replicator.fetch(manifest, sources, (status.job, (await self.spec_of(status)).user))
         except FetchError as error:
             raise MeshError(f"its files cannot be reached now: {error}") from error
         return await self.cipher_of(status, manifest)

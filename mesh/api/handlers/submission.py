@@ -48,6 +48,7 @@ from mesh.model.record import Outcome, Voter
 from mesh.model.spec import (
     JOB_ID_BYTES,
     MAX_ARRAY,
+    NO_JOB,
     ArrayPlace,
     Checkpointing,
     HomePolicy,
@@ -362,7 +363,7 @@ class SubmissionHandlers:
             saved = await asyncio.to_thread(
                 self._store.save,
                 files,
-                job=b"\0" * 16,
+                job=NO_JOB,
                 config=0,
                 term=0,
                 seq=0,
