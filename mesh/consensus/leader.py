@@ -46,6 +46,9 @@ ASK_EVERY_S = 30.0  # between requests to make room: the usual grace
 LEAVES_S = (
     300.0  # that a job which was asked may take to leave before another is asked: a grace and an upload (own choice)
 )
+# That a refusal may name above the term promised here (own choice). Honest witnesses differ by a few, and one that is further
+# ahead leads the job itself. Beyond it, a lie would use up the terms.
+AHEAD = 16
 OTHERS_FIRST = "other jobs go first"
 
 
@@ -277,7 +280,8 @@ class Leader:
     def _on_refused(self, sender: bytes, message: Refused, at: Instant) -> list[Effect]:
         # A witness that has been replaced is asked too, and may lie about a newer group.
         replaced = self._proposer is not None and sender not in self._proposer.config.nodes
-        self._seen_term = max(self._seen_term, 0 if replaced else message.promised)
+        believed = not replaced and message.promised <= self.witness.witness_record.promised + AHEAD
+        self._seen_term = max(self._seen_term, message.promised if believed else 0)
         if message.term != self._term or self.state == "retired":
             return []
         known = self.witness.witness_record.config
@@ -297,7 +301,7 @@ class Leader:
             return self._install(Voter(sender, message.disk))
         if self.state in {"asking", "preparing"}:
             known.count(self._leased, Voter(sender, message.disk))
-            if message.promised < self._term and self._others_suffice():
+            if not (believed and message.promised >= self._term) and self._others_suffice():
                 return []
             self._to_watching()
             pause = self._rng.uniform(0.1, 0.5) * (1 + self._place_in_line())

@@ -7,6 +7,7 @@ import pytest
 
 from mesh.consensus.effects import Concluded, Decided, Effect, Send, SetTimer, StateChanged
 from mesh.consensus.leader import (
+    AHEAD,
     ANSWER_S,
     ASK_EVERY_S,
     HEARTBEAT_MAX_S,
@@ -435,6 +436,19 @@ def test_leader_waits_out_a_running_lease() -> None:
     assert leader.state == "watching"
     again = sends(fire(leader, effects, "turn"), PreVote)
     assert [send.message.term for send in again] == [5, 5, 5]  # type: ignore[union-attr]
+
+
+def test_lying_witness_neither_stops_a_leader_nor_uses_up_the_terms() -> None:
+    leader, last = make_leader(), (1 << 53) - 1
+    effects = leader.observe(make_view(A, (A, B, C)), at(0))
+    lie = Refused(JOB, 1, DISK, 0, last, GROUP, 0.0, needs_spec=False, finished=False)
+    assert leader.handle(C, lie, at(0)) == [] and leader.state == "asking", "two of three witnesses suffice"
+    effects = leader.handle(B, msgspec.structs.replace(lie, promised=AHEAD + 1), at(0))
+    again = sends(fire(leader, effects, "turn"), PreVote)
+    assert [send.message.term for send in again] == [2, 2, 2], "one that is so far ahead leads the job itself"  # type: ignore[union-attr]
+    effects = leader.handle(B, msgspec.structs.replace(lie, term=2, promised=AHEAD), at(1))
+    again = sends(fire(leader, effects, "turn"), PreVote)
+    assert [send.message.term for send in again] == [AHEAD + 1] * 3  # type: ignore[union-attr]
 
 
 def test_witness_that_missed_a_release_delays_no_leader() -> None:

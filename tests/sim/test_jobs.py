@@ -159,9 +159,13 @@ def test_guests_keep_their_lease_on_a_slow_partitioned_network(seed: int) -> Non
     assert world.commits > 0
 
 
-@pytest.mark.parametrize("seed", [0, 9])
-def test_jobs_end_beside_a_witness_that_denies_their_group(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tells every leader that a later group has replaced them, and leads nothing itself."""
+@pytest.mark.parametrize(("seed", "claims"), [(0, "group"), (9, "group"), (0, "term"), (9, "term")])
+def test_jobs_end_beside_a_witness_that_lies_to_leaders(
+    seed: int, claims: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells every leader that a later group has replaced them, or that it has promised the last term that there is, and leads
+    nothing itself.
+    """
     hear, send, lies = JobNode.handle_message, JobNode.send, Counter[bytes]()
 
     def denies(node: JobNode, job: bytes) -> WitnessRecord | None:
@@ -176,9 +180,11 @@ def test_jobs_end_beside_a_witness_that_denies_their_group(seed: int, monkeypatc
             return
         assert isinstance(message, PreVote | Prepare)
         others = tuple(voter for voter in known.config.members if voter.node != sender)
-        later = Config(known.config.number + 1, known.config.term + 1, others)
+        group, promised = Config(known.config.number + 1, known.config.term + 1, others), known.promised
+        if claims == "term":
+            group, promised = known.config, (1 << 53) - 1
         facts = {"needs_spec": False, "finished": False}
-        self.send(sender, Refused(message.job, message.term, self.disk.name, 0, known.promised, later, 0.0, **facts))
+        self.send(sender, Refused(message.job, message.term, self.disk.name, 0, promised, group, 0.0, **facts))
         lies[sender] += 1
 
     def lead_nothing(self: JobNode, to: bytes, message: AnyMessage) -> None:
