@@ -4,7 +4,7 @@ Every witness and the runner publish their view as a membership section; a reade
 """
 
 import shlex
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
 from functools import lru_cache
 from typing import Annotated, TypeVar, cast
 
@@ -19,7 +19,7 @@ from mesh.model.record import Attempt, Attempts, Commit, Config, Needed, Number,
 from mesh.model.spec import JOB_ID_BYTES, ArrayPlace, SpecError, check_array
 from placement.advert import MAX_GPUS, WHOLE, Count, Percent, Portion
 from placement.allocation import gpu_percent
-from placement.queue import Priority, Waiting
+from placement.queue import HALF_LIFE_S, Priority, Waiting
 
 T = TypeVar("T", bytes, str, Voter)
 
@@ -34,7 +34,7 @@ SHOWN_AS = {
 RUNNER = 2  # the runner's place in a rank
 Role = Annotated[int, msgspec.Meta(ge=0, le=RUNNER)]
 SHARED_BYTES = 128  # a node and its disk take 40, a user's name at most 64
-MOST_USED = 1 << 53  # claimed by all attempts of a job: one false sum would fail the archiving of all (own choice)
+COUNTED_S = 4 * HALF_LIFE_S  # that the attempts of a job count as usage: what is older has lost most of it (own choice)
 ATTEMPTS_SHOWN = 16  # a section stays small; `mesh describe` asks a witness for the rest
 
 
@@ -118,6 +118,17 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_d
     def witnesses(self) -> tuple[bytes, ...]:
         return self.config.nodes
 
+    @property
+    def counted(self) -> Iterator[tuple[Attempt, int]]:
+        """Yield the attempts that ran, the newest first, with the seconds of each that count as usage. The nodes that ran them
+        state their times, and those of one job may not outweigh all others.
+        """
+        left_s = COUNTED_S
+        for attempt in reversed(self.attempts):
+            ran_s = min(int(attempt.ran_s), left_s)
+            left_s -= ran_s
+            yield attempt, ran_s
+
     def held_percent(self, attempt: Attempt) -> int:
         """Return what an attempt holds on all of its nodes, in per cent of a GPU."""
         return gpu_percent(self.gpus, self.gpu_share) * (1 + len(attempt.gang))
@@ -142,8 +153,8 @@ class ArchivedJob(msgspec.Struct, frozen=True):
 def archived(status: JobStatus) -> ArchivedJob:
     """Return the summary of a finished job."""
     assert status.outcome is not None
-    used = sum(int(attempt.ran_s) * status.held_percent(attempt) for attempt in status.attempts)
-    used, ended = min(used, MOST_USED), status.outcome.ended_unix_ms
+    used = sum(ran_s * status.held_percent(attempt) for attempt, ran_s in status.counted)
+    ended = status.outcome.ended_unix_ms
     return ArchivedJob(status.job, status.name, status.user, status.array, status.outcome.kind, ended, used)
 
 

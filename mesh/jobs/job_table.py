@@ -175,10 +175,10 @@ class JobTable:
         for status in self._best.values():
             if status.job in self._waiting:
                 usage[status.user] += 0
-            for attempt in () if status.job in self._archived else status.attempts:
+            for attempt, ran_s in () if status.job in self._archived else status.counted:
+                ago_s = now_unix - (attempt.ended_unix_ms or attempt.seen_unix_ms) / 1000
                 if attempt.running_unix_ms:
-                    ago_s = now_unix - (attempt.ended_unix_ms or attempt.seen_unix_ms) / 1000
-                    usage[status.user] += decayed(attempt.ran_s, status.held_percent(attempt), ago_s)
+                    usage[status.user] += decayed(ran_s, status.held_percent(attempt), ago_s)
         for (user, day), used in self._used_before.items():
             if left := decayed(used, 1, now_unix - day * DAY_S):
                 usage[user] += left

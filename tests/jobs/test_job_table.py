@@ -166,6 +166,28 @@ def test_gang_is_charged_for_all_of_its_nodes() -> None:
     assert job_table.usage(9.0) == {"ada": 8 * 30 * 3} and archived(over).used == 8 * 30 * 3
 
 
+def test_false_times_of_one_job_do_not_outweigh_all_others() -> None:
+    """The node that runs an attempt states how long: nobody else's clock was there."""
+    now_ms = 1_800_000_000_000
+    honest = Attempt(0, B, "b", 1, 0, running_unix_ms=now_ms - 3_600_000, seen_unix_ms=now_ms)
+    ever = [
+        Attempt(number, A, "a", 1, 0, running_unix_ms=1, ended_unix_ms=now_ms, seen_unix_ms=2**53 - 1, reason="left")
+        for number in range(16)
+    ]
+    job_table, other = JobTable(), b"other" + bytes(11)
+    job_table.update(
+        B, other, view("running", runner=B, user="bob", **{**SHARE, "gpu_share": 0, "attempts": (honest,)})
+    )
+    for attempts in (tuple(ever), (*ever, honest)):
+        lies = view(
+            "done", outcome=msgspec.structs.replace(DONE, ended_unix_ms=now_ms), **{**SHARE, "attempts": attempts}
+        )
+        job_table.update(A, JOB, lies)
+        month = 4 * 7 * 86_400 * 30
+        assert job_table.usage(now_ms / 1000) == {"ada": month, "bob": 3600 * 100}
+        assert archived(lies).used == month
+
+
 def test_archived_job_is_charged_once() -> None:
     job_table = JobTable()
     over = view("done", outcome=msgspec.structs.replace(DONE, ended_unix_ms=9_000), **SHARE)
