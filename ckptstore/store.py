@@ -81,7 +81,7 @@ class ManifestInfo(msgspec.Struct, frozen=True):
     created_unix: int
     total_bytes: int
     files: int
-    encrypted: bool
+    realm: bytes  # of its key; empty if it is not encrypted
     user: str
     sealed_bytes: int
     chunk_bytes: int  # of its chunks, decoded
@@ -342,7 +342,7 @@ class Store(ObjectStore):
             created_unix=manifest.created_unix,
             total_bytes=manifest.total_bytes,
             files=manifest.entries,
-            encrypted=bool(manifest.realm),
+            realm=manifest.realm,
             user=manifest.user,
             sealed_bytes=path.stat().st_size,
             chunk_bytes=sum(manifest.lengths),

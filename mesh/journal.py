@@ -66,6 +66,7 @@ CREATE TABLE IF NOT EXISTS receipts (id INTEGER PRIMARY KEY, job BLOB NOT NULL, 
 CREATE TABLE IF NOT EXISTS requested_outputs (job BLOB PRIMARY KEY, directory TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS requested_caches (job BLOB PRIMARY KEY, names TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (realm BLOB PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS collected_keys (realm BLOB PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS secrets_shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
@@ -381,9 +382,20 @@ class Journal:
     async def requested_deliveries(self, kind: DeliveryKind) -> dict[bytes, str]:
         return dict(await self._do(lambda: self._db.execute(f"SELECT * FROM {DELIVERIES[kind]}").fetchall()))
 
-    async def save_key(self, realm: bytes, key: bytes) -> None:
-        """Save the key of what a job saves (`checkpoints/keys.py`)."""
-        await self._write("INSERT OR REPLACE INTO keys VALUES (?, ?)", (realm, key))
+    async def save_key(self, realm: bytes, key: bytes, collected: bool = False) -> None:
+        """Save the key of what a job saves (`checkpoints/keys.py`). `collected` from witnesses: it may be removed."""
+        mark: list[Row] = [("INSERT OR IGNORE INTO collected_keys VALUES (?)", (realm,))] if collected else []
+        await self._write_all([("INSERT OR REPLACE INTO keys VALUES (?, ?)", (realm, key)), *mark])
+
+    async def collected_keys(self) -> set[bytes]:
+        """Return the realms of the keys that were collected from witnesses."""
+        rows = await self._do(lambda: self._db.execute("SELECT realm FROM collected_keys").fetchall())
+        return {realm for (realm,) in rows}
+
+    async def remove_keys(self, realms: Collection[bytes]) -> None:
+        """Remove keys that were collected, with their marks."""
+        tables = ("keys", "collected_keys")
+        await self._write_all([(f"DELETE FROM {one} WHERE realm = ?", (realm,)) for one in tables for realm in realms])
 
     async def keys(self) -> dict[bytes, bytes]:
         """Return all saved keys by their realms."""

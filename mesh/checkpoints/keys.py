@@ -4,13 +4,16 @@ A job has up to two keys: of what it saves, and of its secrets. A witness gives 
 holds the lease, and to the members of that node's gang; of what the job saves also to the nodes of the job's user. The key of
 secrets is never on a disk, and in memory only while the job runs here.
 
+A key that was collected stays while the job runs here, or something that it opens is in the store; one that was created here
+stays.
+
 A witness that was replaced follows the groups that came after it, each by the answers of a majority of the one before, and so
 finds the present holder. The runner gives shares to witnesses that joined later.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 import msgspec
 
@@ -82,6 +85,7 @@ class Keyring:
         self._identity, self._me = identity, identity.node_id
         self._peers, self._journal, self._participant, self._others = peers, journal, participant, others
         self._keys: dict[bytes, bytes] = {}  # by realm
+        self._collected: set[bytes] = set()  # realms of keys that witnesses gave
         self._ciphers = Remembered[bytes, StateCipher](CIPHERS)
         self._shares: dict[bytes, tuple[Share, ...]] = {}  # of jobs that this node witnesses since later
         self._shared: dict[bytes, frozenset[Voter]] = {}
@@ -89,7 +93,7 @@ class Keyring:
 
     async def restore(self) -> None:
         if self._kind.kept:
-            self._keys = await self._journal.keys()
+            self._keys, self._collected = await self._journal.keys(), await self._journal.collected_keys()
         shares = await self._journal.shares(self._kind.share_call)
         self._shares = {job: tuple(map(decode_share, found)) for job, found in shares.items()}
 
@@ -118,6 +122,29 @@ class Keyring:
             self._keys.pop(lock.realm, None)
             self._ciphers.pop(lock.realm, None)
 
+    async def tidy(self, realms: Callable[[], Set[bytes]]) -> None:
+        """Remove what jobs have left that are over: collected keys that open nothing of the store, which has these `realms`, and
+        in memory the shares of jobs that were deleted.
+        """
+        part, collected = self._participant, self._collected - self._hosted
+        gone = collected - await asyncio.to_thread(realms) if collected else set()
+        gone -= self._hosted  # a job may have come meanwhile
+        for realm in gone:
+            self._collected.discard(realm)
+            self._keys.pop(realm, None)
+            self._ciphers.pop(realm, None)
+        await self._journal.remove_keys(gone)
+        known = part.witnesses.keys() | part.archived | part.forgotten
+        self._shares = {job: shares for job, shares in self._shares.items() if job in known}
+
+    @property
+    def _hosted(self) -> set[bytes]:
+        """Return the realms of the jobs that have a guest here, or a place for one."""
+        part = self._participant
+        specs = [runner.spec for runner in part.runners.values()] + [member.spec for member in part.members.values()]
+        locks = map(self._kind.lock, specs)
+        return {lock.realm for lock in locks if lock is not None}
+
     async def cipher(self, job: bytes, spec: JobSpec, group: Iterable[NodeId] = ()) -> StateCipher | None:
         """Return the key, None if the job has no such key; NoKey if too few holders of shares can be reached."""
         lock = self._kind.lock(spec)
@@ -134,7 +161,7 @@ class Keyring:
         for nodes in (list(near), far):
             found = found or await self._ask(job, lock, nodes, shares, asked)
             if found is not None:
-                return await self._keep(found)
+                return await self._keep(found, collected=True)
         reasons = "; ".join(dict.fromkeys(asked.values()))
         raise NoKey(f"the key of job {format_job(job)[:8]} cannot be had: most of its witnesses are needed ({reasons})")
 
@@ -171,10 +198,11 @@ class Keyring:
             for call in waiting:
                 call.cancel()
 
-    async def _keep(self, cipher: StateCipher) -> StateCipher:
+    async def _keep(self, cipher: StateCipher, collected: bool = False) -> StateCipher:
         if cipher.realm not in self._keys:
             if self._kind.kept:
-                await self._journal.save_key(cipher.realm, cipher.key)
+                await self._journal.save_key(cipher.realm, cipher.key, collected)
+                self._collected |= {cipher.realm} if collected else set()
             self._keys[cipher.realm] = cipher.key
         return cipher
 

@@ -395,6 +395,8 @@ class JobService:
             lambda: self._retention.tidy(self.job_table.views(), time.time(), time.monotonic()),
             lambda: self.workdirs.tidy(time.time(), time.monotonic()),
             lambda: asyncio.to_thread(self.logs.trim, set(self.attempts)),
+            lambda: self.keyring.tidy(lambda: {info.realm for info in self._store.manifests()}),
+            lambda: self.secrets_keyring.tidy(frozenset),
             lambda: self.archive.archive_old({*self.attempts, *self._submissions}, time.time()),
         )
         for step in steps:

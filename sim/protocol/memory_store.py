@@ -71,7 +71,7 @@ class MemoryStore:
             created_unix=int(now_unix),
             total_bytes=sum(chunks.values()),
             files=len(chunks),
-            encrypted=False,
+            realm=b"",
             user="sim",
             sealed_bytes=BLOCK_BYTES,
             chunk_bytes=sum(chunks.values()),

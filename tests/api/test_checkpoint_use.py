@@ -18,7 +18,7 @@ from tests.consensus.worlds import JOB, A, B, make_witness
 
 
 def info(seq: int) -> ManifestInfo:
-    return ManifestInfo(b"%032d" % seq, JOB, "checkpoint", 0, 1, seq, None, 0, 0, 0, False, "ada", 0, 0)
+    return ManifestInfo(b"%032d" % seq, JOB, "checkpoint", 0, 1, seq, None, 0, 0, 0, b"", "ada", 0, 0)
 
 
 def commit(seq: int, *holders: bytes) -> Commit:

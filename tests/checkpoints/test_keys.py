@@ -284,6 +284,79 @@ async def test_few_of_many_keys_are_ready_in_memory(campus: Campus, monkeypatch:
     assert len(ring._ciphers) == 2 and ring.known(b"r" * 32) is None
 
 
+async def test_collected_key_goes_with_the_job_and_the_last_data_that_it_opens(campus: Campus) -> None:
+    realm, config = campus.cipher.realm, Config(0, 0, voters(*campus.nodes("ABC")))
+    created = await campus.rings["D"].create()
+
+    async def kept(*here: bytes) -> bool:
+        ring = campus.rings["D"]
+        await ring.tidy(lambda: {*here})
+        on_disk = await ring._journal.keys()
+        assert created.realm in on_disk and ring.known(created.realm), "its user has no other"
+        assert (realm in on_disk) == (ring.known(realm) is not None) == (realm in await ring._journal.collected_keys())
+        return realm in on_disk
+
+    await campus.key("D")
+    for place in (campus.parts["D"].runners, campus.parts["D"].members):
+        hosts: Any = place
+        hosts[JOB] = Runs(campus.spec, config)
+        assert await kept(), "the job runs here"
+        del hosts[JOB]
+    assert await kept(realm), "the store has something that it opens"
+    await campus.boot("D")
+    assert await kept(realm)
+    await campus.boot("D")
+    assert not await kept(), "the last data went before the restart"
+    await campus.boot("D")
+    assert not await kept()
+    assert await campus.key("D") == campus.cipher.key, "its witnesses give it again"
+
+
+@pytest.mark.parametrize("change", ["INSERT", "DELETE"])
+async def test_crash_leaves_no_key_that_stays_for_ever(campus: Campus, change: str) -> None:
+    """A key and its mark are written in one transaction, and removed in one."""
+    realm = campus.cipher.realm
+    if change == "DELETE":
+        await campus.key("D")
+    with closing(sqlite3.connect(campus.root / "D.sqlite")) as database:
+        fails = "BEGIN SELECT RAISE(ABORT, 'crash'); END"
+        database.execute(f"CREATE TRIGGER crash BEFORE {change} ON collected_keys {fails}")
+    with pytest.raises(sqlite3.IntegrityError):
+        await (campus.rings["D"].tidy(frozenset) if change == "DELETE" else campus.key("D"))
+    await campus.boot("D")
+    assert (campus.rings["D"].known(realm) is not None) == (change == "DELETE")
+    with closing(sqlite3.connect(campus.root / "D.sqlite")) as database:
+        database.execute("DROP TRIGGER crash")
+    await campus.rings["D"].tidy(frozenset)
+    assert await campus.rings["D"]._journal.keys() == {} and not await campus.rings["D"]._journal.collected_keys()
+
+
+async def test_key_of_a_job_that_comes_while_others_are_removed_stays(campus: Campus) -> None:
+    await campus.key("D")
+    hosts: Any = campus.parts["D"].runners
+
+    def realms() -> frozenset[bytes]:
+        hosts[JOB] = Runs(campus.spec, Config(0, 0, voters(*campus.nodes("ABC"))))
+        return frozenset()
+
+    await campus.rings["D"].tidy(realms)
+    assert campus.rings["D"].known(campus.cipher.realm) is not None
+
+
+async def test_shares_of_a_deleted_job_leave_memory(campus: Campus) -> None:
+    ring, part = campus.rings["B"], campus.parts["B"]
+    assert await ring.store_share(JOB, campus.credentials("D"), Share(b"later...", 1, 1, bytes(32)))
+    await ring.tidy(frozenset)
+    del part.witnesses[JOB]
+    for known in (part.archived, part.forgotten):
+        known.add(JOB)
+        await ring.tidy(frozenset)
+        assert ring._shares
+        known.remove(JOB)
+    await ring.tidy(frozenset)
+    assert not ring._shares
+
+
 async def test_half_of_a_group_does_not_give_the_key(campus: Campus) -> None:
     campus.rings["A"]._keys[campus.cipher.realm] = campus.cipher.key
     for name in "ABCE":

@@ -57,7 +57,9 @@ def test_encrypted_store_holds_no_plaintext(tmp_path: Path) -> None:
     theirs.restore(saved.id, tmp_path / "out", prefix="ckpt", cipher=CIPHER)
     assert read_tree(tmp_path / "out") == read_tree(tmp_path / "in")
     assert (
-        (info := theirs.manifests()[0]).encrypted and info.total_bytes == saved.manifest.total_bytes and info.files == 3
+        (info := theirs.manifests()[0]).realm == CIPHER.realm
+        and info.total_bytes == saved.manifest.total_bytes
+        and info.files == 3
     )
 
 

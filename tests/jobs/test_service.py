@@ -30,6 +30,7 @@ from mesh.jobs.service import JobService
 from mesh.journal import Journal, JournalError
 from mesh.model.events import MAX_REPORTED
 from mesh.model.record import Config, JobRecord, Voter
+from tests.ckptstore.worlds import CIPHER, save, write_tree
 from tests.consensus.worlds import JOB, SPEC_BYTES, B, C, RunnerWorld, make_spec
 from tests.wheels import alone
 
@@ -318,6 +319,22 @@ async def test_step_of_the_upkeep_that_fails_ends_no_other(
     monkeypatch.setattr(jobs._retention, "tidy", failing("save", JournalError("it cannot write")))
     with pytest.raises(JournalError):
         await jobs._tidy()
+
+
+async def test_round_of_the_upkeep_removes_the_keys_of_data_that_is_gone(jobs: JobService, tmp_path: Path) -> None:
+    await jobs._journal.save_key(CIPHER.realm, CIPHER.key, collected=True)
+    await jobs.keyring.restore()
+    write_tree(tmp_path / "in", {"weights": b"w"})
+    jobs._store.unseal = lambda sealed: (b"signer", sealed)
+    saved = save(jobs._store, tmp_path / "in", cipher=CIPHER, seal=lambda payload: payload)
+    await jobs._tidy()
+    assert set(await jobs._journal.keys()) == {CIPHER.realm}
+    jobs._store.forget(saved.id)
+    await jobs._tidy()
+    assert not await jobs._journal.keys()
+    jobs.secrets_keyring._shares[JOB] = ()
+    await jobs._tidy()
+    assert not jobs.secrets_keyring._shares, "the job was deleted"
 
 
 async def test_upkeep_goes_on_while_tidying_waits_for_nodes_that_do_not_answer(
