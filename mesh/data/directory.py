@@ -211,9 +211,15 @@ class DataDirectory:
         user, slash, last = name.rpartition("/")
         last = kind + last
         await self.learn({(user or own.user, last)})
-        holder = self._trust.holder(user, time.time()) if slash else None
-        key = own.user_key if not slash or user == own.user else holder.key if holder is not None else b""
-        identity = self._newest.get((key, last))
+        if not slash or user == own.user:
+            keys = {own.user_key}
+        elif (holder := self._trust.holder(user, time.time())) is not None:
+            keys = {holder.key}
+        else:  # no machine of that user was seen since this node started: by what is kept here, if that is of one user
+            keys = {
+                key for (key, called), one in self._newest.items() if (self.known[one].user, called) == (user, last)
+            }
+        identity = self._newest.get((keys.pop(), last)) if len(keys) == 1 else None
         return None if identity is None else (identity, self.known[identity])
 
     async def learn(self, wanted: Collection[tuple[str, str]] = ()) -> None:

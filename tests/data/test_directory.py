@@ -202,6 +202,19 @@ async def test_name_means_the_data_set_of_its_user(mesh: Mesh) -> None:
     assert await mesh.directory.resolve("nobody/pictures") is None
 
 
+async def test_name_of_a_user_whose_machines_are_away_means_what_is_kept_here(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This node has started again, and has seen none of them since."""
+    monkeypatch.setattr(mesh.trust, "holder", lambda name, now_unix: None)
+    bobs, other = mesh.made(BOB), mesh.made(EVE)
+    mesh.directory.remember(*bobs)
+    assert await mesh.directory.resolve("bob/pictures") == (bobs[0], bobs[2])
+    assert await mesh.directory.resolve("eve/pictures") is None
+    mesh.directory.remember(other[0], other[1], msgspec.structs.replace(other[2], user="bob"))
+    assert await mesh.directory.resolve("bob/pictures") is None, "two users of that name"
+
+
 async def test_removed_data_set_has_no_name(mesh: Mesh) -> None:
     mesh.directory.remember(*mesh.made(BOB, number=1))
     mesh.directory.remember(*mesh.made(BOB, number=2, root=None, chunk_bytes=0))
