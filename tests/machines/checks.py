@@ -152,7 +152,8 @@ def start_rootless_docker(machine: Machine, user: str) -> None:
 
 def limits_of(machine: Machine, user: str, start: str) -> dict[str, Any]:
     """Start a daemon as `user`; return what limits a guest of its process engine, and what it says of its engines. Stop it."""
-    script = "cat /proc/self/cgroup; cd /sys/fs/cgroup$(cut -d: -f3 /proc/self/cgroup) && grep . *.max"
+    # A guest's group is in the one that has its limits.
+    script = "cat /proc/self/cgroup; cd /sys/fs/cgroup$(cut -d: -f3 /proc/self/cgroup) && grep . *.max ../*.max"
     words = "mesh run --no-workdir --engine process --memory"
     try:
         machine.run(start, user=user, timeout_s=WAIT_S)
