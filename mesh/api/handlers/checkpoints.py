@@ -52,6 +52,7 @@ class CheckpointHandlers:
             job=format_job(status.job if status is not None else info.job),
             name=status.name if status is not None else "",
             bytes=info.total_bytes,
+            encrypted=bool(info.realm),
             use=use,
             holders=[nicks.get(node, node.hex()[:8]) for node in holders],
         )
