@@ -177,7 +177,7 @@ def set_(ctx: click.Context, name: str, users: tuple[str, ...], as_json: bool) -
     if as_json:
         print_json(answer)
         return
-    (row,) = answer["groups"]
+    row = answer["groups"][0]
     say(f"{row['name']} has {plural(len(row['members']), 'member')}: {', '.join(row['members'])}")
 
 
@@ -201,7 +201,7 @@ def list_groups(ctx: click.Context, /, **form: bool) -> None:
 @click.pass_context
 def show_group(ctx: click.Context, name: str, as_json: bool) -> None:
     """Show who is in a group, and which data sets they may read."""
-    (row,) = client(ctx).get(f"/v1/data/groups?name={quote(name)}")["groups"]
+    row = client(ctx).get(f"/v1/data/groups?name={quote(name)}")["groups"][0]
     if as_json:
         print_json(row)
         return

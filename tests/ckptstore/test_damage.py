@@ -23,7 +23,7 @@ from ckptstore.manifest import FORMAT_VERSION, Chunk, FileEntry, Manifest, Tree,
 from ckptstore.pack import HEADER_BYTES, Location, chunk_name, encode_header, wrap
 from ckptstore.store import SavedManifest, Store
 from tests.ckptstore.test_deltas import state
-from tests.ckptstore.worlds import CIPHER, JOB, damage, fake_seal, frame, open_store, save, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, damage, fake_seal, feed, frame, open_store, save, write_tree
 
 
 def chunk(data: bytes, base: bytes | None = None) -> bytes:
@@ -40,7 +40,7 @@ def received(store: Store, *chunks: bytes) -> str:
     before = set(store.packs.iterdir())
     receiver = store.receive(1 << 30)
     for one in chunks:
-        receiver.feed(one)
+        feed(receiver, one)
     receiver.finish()
     return (set(store.packs.iterdir()) - before).pop().stem
 
@@ -230,7 +230,7 @@ def test_collection_beside_a_receive_keeps_the_newer_place_of_a_chunk(
     for path in store.packs.iterdir():
         os.utime(path, (0, 0))
     coming, real, newer = store.receive(1 << 30), store.object, list[bytes]()
-    coming.feed(chunk(moved) + chunk(onto, moved))
+    feed(coming, chunk(moved) + chunk(onto, moved))
     for path in store.packs.iterdir():
         os.utime(path, (0, 0))
 

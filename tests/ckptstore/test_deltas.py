@@ -17,7 +17,7 @@ from ckptstore.pack import PackWriter
 from ckptstore.restorer import restore
 from ckptstore.store import SavedManifest, Store
 from tests.ckptstore.test_chunker import safetensors
-from tests.ckptstore.worlds import CIPHER, JOB, copy, damage, open_store, read_tree, save, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, copy, damage, feed, open_store, read_tree, save, write_tree
 
 COUNT = 1 << 18  # elements: 1 MiB
 
@@ -123,7 +123,7 @@ def test_base_is_sent_whole_to_a_peer_that_has_it_as_a_delta(tmp_path: Path, cip
     receiver = theirs.receive(10**9)
     with pytest.raises(CorruptChunk, match="base of a delta is a delta"):
         for piece in ours.stream(third.manifest.chunks):
-            receiver.feed(piece)
+            feed(receiver, piece)
     receiver.abort()
     copy(ours, theirs, third)
     assert delta_count(theirs, third) == 1 and delta_count(theirs, before) == 0
@@ -138,7 +138,7 @@ def test_delta_without_its_base_is_refused(tmp_path: Path, cipher: StateCipher |
     receiver = theirs.receive(10**9)
     with pytest.raises(CorruptChunk, match="before its base"):
         for piece in ours.stream(second.manifest.chunks):
-            receiver.feed(piece)
+            feed(receiver, piece)
     receiver.abort()
 
 

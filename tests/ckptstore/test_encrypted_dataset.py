@@ -12,7 +12,7 @@ from ckptstore.dataset_adder import Added, Adder
 from ckptstore.dataset_store import DataSets
 from ckptstore.errors import CorruptChunk, MissingKey
 from tests.ckptstore.test_dataset import age, same
-from tests.ckptstore.worlds import CIPHER, damage
+from tests.ckptstore.worlds import CIPHER, damage, feed
 
 ID, OTHER_ID = b"\1" * 32, b"\2" * 32
 OTHER = StateCipher(b"another key of 32 bytes........!")
@@ -50,7 +50,7 @@ def given(store: DataSets, added: Added, cipher: StateCipher | None, to: DataSet
     receiver = to.receive(1 << 30, realm)
     try:
         for data in store.stream(list(dict.fromkeys(one for one, _ in store.chunks(added.root, cipher)))):
-            receiver.feed(data)
+            feed(receiver, data)
         receiver.finish()
     finally:
         receiver.abort()
@@ -80,7 +80,7 @@ def test_holder_keeps_verifies_and_gives_what_it_cannot_read(store: DataSets, so
     assert len(lost) == 1 < len(holder.members.of(ID))
     receiver = holder.receive(1 << 30, CIPHER.realm)
     for data in store.stream([lost[0][0]]):
-        receiver.feed(data)
+        feed(receiver, data)
     receiver.finish()
     assert not holder.missing_of(ID) and same(source, holder.make_tree(ID, added.root, cipher=CIPHER))
 

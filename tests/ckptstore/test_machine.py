@@ -14,7 +14,7 @@ from ckptstore.checker import verify
 from ckptstore.cipher import StateCipher
 from ckptstore.errors import StoreError
 from ckptstore.store import Store
-from tests.ckptstore.worlds import CIPHER, JOB, damage, open_store, read_tree, save, stream, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, damage, feed, open_store, read_tree, save, stream, write_tree
 
 NAMES = ("ours", "theirs")
 BLOCK = 5000
@@ -67,10 +67,10 @@ class Stores(RuleBasedStateMachine):
         sent = b"".join(bytes(frame) for frame in stream(ours, theirs, identity))
         receiver = theirs.receive(10**7)
         if breaks_at is not None and breaks_at < len(sent):
-            receiver.feed(sent[:breaks_at])
+            feed(receiver, sent[:breaks_at])
             receiver.keep()
             return
-        receiver.feed(sent)
+        feed(receiver, sent)
         receiver.finish()
         theirs.accept_manifest(self.sealed[identity])
         self.held[target][identity] = self.held[source][identity]

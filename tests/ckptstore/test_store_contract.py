@@ -14,7 +14,7 @@ from ckptstore.errors import FenceError, MissingChunks, NotFound, QuotaExceeded
 from ckptstore.manifest import Kind
 from ckptstore.store import Fence, FenceUse, ManifestInfo, Store
 from sim.protocol.memory_store import MemoryStore
-from tests.ckptstore.worlds import JOB, fake_seal, open_store, stream, write_tree
+from tests.ckptstore.worlds import JOB, fake_seal, feed, open_store, stream, write_tree
 
 BYTES = 100_000  # of each part of a saved state
 OTHER = b"k" * 16
@@ -71,7 +71,7 @@ class OnDisk:
         if parts:
             receiver = to.store.receive(10**9)
             for piece in stream(self.store, to.store, identity):
-                receiver.feed(piece)
+                feed(receiver, piece)
             receiver.finish()
         to.store.accept_manifest(self.store.sealed_manifest(identity), fence)
 
