@@ -18,7 +18,7 @@ from membership.identity import Identity, IdentityError, format_id, parse_id
 from mesh.daemon.layout import Layout
 from mesh.data import fuse, streams
 from mesh.data.holdings import left_in_the_clear
-from mesh.execution.docker.sweep import sweep_containers, sweep_networks
+from mesh.execution.docker.sweep import containers_of, sweep_containers, sweep_networks
 from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.secret_files import SecretFiles
 from mesh.network.edge import Edge, left_at
@@ -106,8 +106,7 @@ def remove(where: Layout) -> tuple[Leftovers, Leftovers]:
 
 
 def _of_engine(client: Any, node: str) -> tuple[list[Any], list[Any]]:
-    mine = {"label": f"{LABEL_NODE}={node}"}
-    return client.containers.list(all=True, filters=mine, sparse=True), client.networks.list(filters=mine)
+    return containers_of(client, node), client.networks.list(filters={"label": f"{LABEL_NODE}={node}"})
 
 
 @contextlib.contextmanager

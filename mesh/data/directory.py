@@ -153,15 +153,15 @@ class DataDirectory:
 
     def newest(self) -> list[tuple[bytes, DataManifest]]:
         """Return the newest known version of each data set that is not removed."""
-        found = [(identity, self.known[identity]) for identity in self._newest.values()]
-        return sorted(
-            (one for one in found if one[1].root is not None), key=lambda one: (one[1].full_name, one[1].user_key)
-        )
+        return self._newest_of_all(lambda one: one.root is not None)
 
     def groups(self) -> list[tuple[bytes, DataManifest]]:
         """Return the newest known version of each group, those without members included."""
+        return self._newest_of_all(lambda one: one.is_group)
+
+    def _newest_of_all(self, wanted: Callable[[DataManifest], bool]) -> list[tuple[bytes, DataManifest]]:
         found = [(identity, self.known[identity]) for identity in self._newest.values()]
-        return sorted((one for one in found if one[1].is_group), key=lambda one: (one[1].full_name, one[1].user_key))
+        return sorted((one for one in found if wanted(one[1])), key=lambda one: (one[1].full_name, one[1].user_key))
 
     def group(self, group: Group) -> DataManifest | None:
         """Return the newest known version of a group."""

@@ -214,9 +214,7 @@ class DataHandlers:
     async def groups(self, name: str) -> schemas.data.Groups:
         """Return the groups with members, or one of them."""
         directory, data = self._library.directory, dict[tuple[bytes, str], list[str]]()
-        found = [one for _, one in directory.groups() if one.readers]
-        if name:
-            found = [await self._find_group(name)]
+        found = [await self._find_group(name)] if name else [one for _, one in directory.groups() if one.readers]
         for _, one in directory.newest():
             for group in one.groups:
                 data.setdefault(group.key, []).append(one.full_name)

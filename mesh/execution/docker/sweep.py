@@ -9,14 +9,17 @@ from mesh.execution.docker.watchdog import LABEL_NODE
 log = logging.getLogger(__name__)
 
 
+def containers_of(client: Any, node: str) -> list[Any]:
+    """Return this node's containers, running or not, without asking about each: one may have gone since."""
+    found: list[Any] = client.containers.list(all=True, filters={"label": f"{LABEL_NODE}={node}"}, sparse=True)
+    return found
+
+
 def sweep_containers(client: Any, node: str, live: frozenset[str] = frozenset()) -> None:
     """Remove this node's containers, running or not, except those whose ids are in `live`."""
     import docker.errors
 
-    mine = {"label": f"{LABEL_NODE}={node}"}
-    for container in client.containers.list(
-        all=True, filters=mine, sparse=True
-    ):  # asks nothing of one that has gone since
+    for container in containers_of(client, node):
         if container.id not in live:
             log.info("removing a container that an earlier run left: %s", container.short_id)
             with contextlib.suppress(docker.errors.APIError):
