@@ -40,30 +40,21 @@ class Part:
     """A blob that arrives, in any order. Calls block."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / f"{os.urandom(16).hex()}.part"
-        self._file = self._path.open("x+b", buffering=0)
+        self.path = directory / f"{os.urandom(16).hex()}.part"
+        self.file = self.path.open("x+b", buffering=0)
 
     def write(self, data: bytes, at: int) -> None:
-        disk = os.statvfs(self._path.parent)
+        disk = os.statvfs(self.path.parent)
         free = disk.f_bavail * disk.f_frsize
-        if free < len(data) + SPARE_BYTES or os.pwrite(self._file.fileno(), data, at) < len(data):
-            raise NoRoom(f"no space for a blob: {free >> 20} MiB free on {self._path.parent}; 1 GiB stays free")
+        if free < len(data) + SPARE_BYTES or os.pwrite(self.file.fileno(), data, at) < len(data):
+            raise NoRoom(f"no space for a blob: {free >> 20} MiB free on {self.path.parent}; 1 GiB stays free")
 
     def read(self, at: int) -> bytes:
-        return os.pread(self._file.fileno(), PIECE_BYTES, at)
-
-    def finish(self, digest: bytes, durable: bool = False) -> bool:
-        """Make the part a blob if it has this hash; return whether it has. What others have need not be durable: use verifies."""
-        if _hash_of(self._file.fileno()) != digest:
-            return False
-        if durable:
-            os.fsync(self._file.fileno())
-        self._path.rename(self._path.with_name(digest.hex()))
-        return True
+        return os.pread(self.file.fileno(), PIECE_BYTES, at)
 
     def close(self) -> None:
-        self._file.close()
-        self._path.unlink(missing_ok=True)
+        self.file.close()
+        self.path.unlink(missing_ok=True)
 
 
 class BlobStore:
@@ -118,12 +109,22 @@ class BlobStore:
     def part(self) -> Part:
         return Part(self._blobs)
 
+    def finish(self, part: Part, digest: bytes, durable: bool = False) -> bool:
+        """Make the part a blob if it has this hash; return whether it has. What others have need not be durable: use verifies."""
+        if _hash_of(part.file.fileno()) != digest:
+            return False
+        if durable:
+            os.fsync(part.file.fileno())
+        path = part.path.rename(self.path(digest))
+        self._sound[digest] = path.stat().st_ctime_ns
+        return True
+
     def keep(self, data: bytes) -> bytes:
         """Store a small blob; return its hash."""
         digest, part = sha256(data).digest(), self.part()
         try:
             part.write(data, 0)
-            part.finish(digest, durable=True)
+            self.finish(part, digest, durable=True)
         finally:
             part.close()
         return digest

@@ -204,7 +204,7 @@ class BlobFetcher:
     async def _finish(self, digest: bytes, blob: _Blob, part: Part) -> None:
         """Complete a blob, and blame those whose pieces were wrong. PeerError if it is wrong."""
         wrong, givers = blob.wrong, blob.givers
-        right = await asyncio.to_thread(part.finish, digest)
+        right = await asyncio.to_thread(self._store.finish, part, digest)
         if right and wrong is not None:
             for number, node in wrong[1].items():
                 at = number * PIECE_BYTES

@@ -98,7 +98,7 @@ class Visit:
                     raise FetchFailed(f"it sends over {self._limit} bytes")
                 await asyncio.to_thread(part.write, data, at)
                 at += len(data)
-            if not await asyncio.to_thread(part.finish, digest):
+            if not await asyncio.to_thread(store.finish, part, digest):
                 raise FetchFailed("what it sends is not what its hash says")
         finally:
             part.close()

@@ -237,7 +237,7 @@ class RegistryServer:
             return web.Response(status=204 if method == "GET" else 202, headers=headers)
         del self._uploads[identity]
         try:
-            if not await asyncio.to_thread(upload.part.finish, digest, True):
+            if not await asyncio.to_thread(self._store.finish, upload.part, digest, True):
                 raise _Refusal(400, "DIGEST_INVALID", "the content does not have this digest")
         finally:
             await asyncio.to_thread(upload.part.close)

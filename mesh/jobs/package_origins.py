@@ -124,7 +124,7 @@ def _copied(path: Path, file: PackageFile, store: BlobStore, most_bytes: int) ->
                     raise FetchFailed(f"it has over {most_bytes} bytes")
                 part.write(data, at)
                 at += len(data)
-        if not part.finish(file.sha256):
+        if not store.finish(part, file.sha256):
             raise FetchFailed("it has this name with another hash than the lock")
     except FileNotFoundError as error:
         raise FetchFailed("it does not have it") from error

@@ -33,10 +33,16 @@ def test_part_counts_only_with_its_digest(store: BlobStore, tmp_path: Path) -> N
         part.write(last, PIECE_BYTES)
         part.write(DATA[:PIECE_BYTES], 0)
         assert not store.has(DIGEST) and part.read(PIECE_BYTES) == last
-        assert part.finish(DIGEST) == store.has(DIGEST) == (last == DATA[PIECE_BYTES:])
+        assert store.finish(part, DIGEST) == store.has(DIGEST) == (last == DATA[PIECE_BYTES:])
         part.close()
     assert [path.name for path in (tmp_path / "blobs").iterdir()] == [DIGEST.hex()]
     assert b"".join(store.pieces(DIGEST, [0, 1])) == DATA and list(store.pieces(b"x" * 32, [0])) == []
+
+
+def test_blob_that_just_came_is_not_compared_again(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.keep(DATA)
+    monkeypatch.setattr(blobs_module, "_hash_of", lambda descriptor: pytest.fail("it was compared when it was stored"))
+    assert store.use(DIGEST) == store.path(DIGEST)
 
 
 def test_unfinished_data_does_not_outlive_daemon(store: BlobStore, tmp_path: Path) -> None:
