@@ -452,7 +452,7 @@ class Runner:
     def _on_decided(self, record: JobRecord, at: Instant) -> list[Effect]:
         effects: list[Effect] = []
         commit = record.commit
-        if commit is not None and commit.seq > self.record.settled:
+        if commit is not None and commit.seq > self.record.settled and record.outcome == self.record.outcome:
             # Sent with the next round: until then an attempt may still have to resume from the checkpoint before.
             self._proposer.record = self.record.amended(settled=commit.seq, needed=record.named)
             effects.append(Committed(commit))
@@ -511,7 +511,8 @@ class Runner:
 
     def _prefer(self, node: bytes | None) -> None:
         """Name the node of the next attempt, else the standby; the leader follows if that node can still take the job."""
-        self._proposer.record = self.record.amended(prefer=node or self.next_placement.standby)
+        if self.record.outcome is None:
+            self._proposer.record = self.record.amended(prefer=node or self.next_placement.standby)
 
     def _vacate(self, grace_s: float, reason: str, at: Instant, to: bytes | None = None) -> list[Effect]:
         if self._vacate_reason:
@@ -696,7 +697,7 @@ class Runner:
         self.lease_until = 0.0
         code = self._exited.code if self._exited is not None else None
         self._amend_attempt(reason=self._ending, ended_unix_ms=at.unix_ms, seen_unix_ms=at.unix_ms, exit_code=code)
-        if self._outcome is not None:
+        if self._outcome is not None:  # from now on the record stays as it is: witnesses believe no other of this end
             self._proposer.record = self.record.amended(outcome=self._outcome)
         self._proposer.holder = None
         return [*disband, *self._propose(at), Left(self._ending)]

@@ -114,19 +114,19 @@ class Witness:
         return [self._save(promised=promised, accepted_term=accepted, record=record, holder=None, final=True)]
 
     def _believes(self, sender: bytes, message: Closed) -> bool:
-        """Tell whether a majority holds this outcome.
+        """Tell whether a majority holds this record.
 
-        The lease holder is believed, and for an outcome that it has accepted itself, this witness believes the last runner and
-        any witness. One witness alone could lie about another outcome, so that takes the word of a majority.
+        The lease holder is believed, and for a record that it has accepted itself, this witness believes the last runner and any
+        witness. One witness alone could lie about another one, so that takes the word of a majority.
         """
         known = self.witness_record
-        accepted = message.term == known.accepted_term and message.record.outcome == known.record.outcome
+        accepted = (message.term, message.record) == (known.accepted_term, known.record)
         runners = {attempt.node for attempt in known.record.attempts[-1:]}
         if sender == known.holder or (accepted and sender in runners | set(known.config.nodes)):
             return True
         if self.finished or sender not in known.config.nodes:
             return False
-        claim = blake2b(msgspec.msgpack.encode(message.record.outcome), digest_size=CLAIM_BYTES).digest()
+        claim = blake2b(msgspec.msgpack.encode(message.record), digest_size=CLAIM_BYTES).digest()
         self._claims[sender] = claim
         alike = {node for node, claimed in self._claims.items() if claimed == claim}
         return known.config.quorum({voter for voter in known.config.everyone if voter.node in alike})
@@ -197,7 +197,7 @@ class Witness:
             return [self._refusal(sender, message.term, message.round, now)]
         if message.holder is not None and message.holder != sender:
             return [self._refusal(sender, message.term, message.round, now)]  # a node takes a lease for itself only
-        if self.finished and message.record.outcome != witness_record.record.outcome:
+        if self.finished and message.record != witness_record.record:
             return [self._refusal(sender, message.term, message.round, now)]
         if (message.term, message.record.version) < (witness_record.accepted_term, witness_record.record.version):
             return []  # a late duplicate: the sender has a newer round

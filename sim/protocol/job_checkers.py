@@ -11,7 +11,7 @@ from membership.envelope import OVERHEAD
 from membership.identity import ID_BYTES
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Start
-from mesh.model.record import Commit, Config, Voter
+from mesh.model.record import Commit, Config, JobRecord, Voter
 from mesh.model.spec import job_id, waiting_place
 from placement.ranking import rank_nodes
 from sim.protocol.checkpoint_checkers import all_checkpoint_checkers
@@ -125,17 +125,25 @@ def _meet(one: Config, other: Config) -> bool:
 
 
 class HonestEnd(JobChecker):
-    """J14: neither one witness nor any other member can end a job.
+    """J14: neither one witness nor any other member can end a job, or change the record of one that has ended.
 
     Found by: witnesses that believe one of them, or any record under an order to recover the job.
     """
 
     name = "J14"
 
+    def __init__(self) -> None:
+        self._ended: dict[bytes, JobRecord] = {}
+
     def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
-        outcome = witness_record.record.outcome
-        if outcome is not None and outcome.detail.startswith(LIE):
-            raise self.violated(world, witness_record.job, f"{node.name} believed the {outcome.detail}")
+        job, record = witness_record.job, witness_record.record
+        if record.outcome is not None and record.outcome.detail.startswith(LIE):
+            raise self.violated(world, job, f"{node.name} believed the {record.outcome.detail}")
+        if witness_record.final and self._ended.setdefault(job, record) != record:
+            raise self.violated(world, job, f"{node.name} has another record of its end than others")
+
+    def recovered(self, world: JobsWorld, job: bytes) -> None:
+        self._ended.pop(job, None)
 
 
 class PlacedLease(JobChecker):

@@ -1273,7 +1273,10 @@ class JobsWorld(MembershipWorld):
                     thief.send(other.id, refused)
 
     def _lie(self, liar: JobNode, up: list[JobNode]) -> None:
-        """A malicious witness says of each job that it has ended. One that it runs or witnesses alone would end."""
+        """A malicious witness says of each job that it has ended, or that an ended one has left no checkpoint.
+
+        One that it runs or witnesses alone would end.
+        """
         for job, witness in list(liar.participant.witnesses.items()):
             known = witness.witness_record
             records = [node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records]
@@ -1284,12 +1287,17 @@ class JobsWorld(MembershipWorld):
                 for record in records
             ):
                 continue
-            lie = Outcome("cancelled", f"{LIE} of {liar.name}", None, None, (), 0)
-            record = msgspec.structs.replace(known.record, version=known.record.version + 1, outcome=lie)
+            if known.record.outcome is None:
+                lie = Outcome("cancelled", f"{LIE} of {liar.name}", None, None, (), 0)
+                record = msgspec.structs.replace(known.record, version=known.record.version + 1, outcome=lie)
+            else:
+                record = msgspec.structs.replace(known.record, version=known.record.version + 1, commit=None, needed=())
             for other in up:
-                if other is not liar and not witness.finished:
+                if other is not liar:
                     for term in (known.accepted_term, known.promised + 1):
                         liar.send(other.id, Closed(job, term, record))
+                    if all(one.final for one in records):
+                        liar.send(other.id, Accept(job, known.promised + 1, 1, known.config, record, None))
                     ended = (known.config, 0.0, False, True, known.accepted_term, record)
                     liar.send(other.id, Refused(job, known.promised, liar.disk.name, 1, known.promised, *ended))
 

@@ -693,7 +693,9 @@ def test_only_most_of_the_witnesses_retire_a_leader() -> None:
     assert leader.state == "asking"
     term = leader._term
     forged = Refused(JOB, term, DISK, 0, 1 << 40, Config(9, 9, voters(E)), 0.0, needs_spec=False, finished=False)
-    assert leader.handle(E, forged, at(60.0)) == [] and leader.state == "asking" and leader._seen_term < term
+    for promised in (term + 1, 1 << 40):
+        stranger = msgspec.structs.replace(forged, promised=promised)
+        assert leader.handle(E, stranger, at(60.0)) == [] and leader.state == "asking" and leader._seen_term < term
     leader.handle(B, msgspec.structs.replace(forged, promised=0), at(60.0))
     leader.handle(B, msgspec.structs.replace(forged, promised=0, disk=b"another!"), at(60.0))
     assert leader.state == "asking", "one witness may lie"

@@ -571,6 +571,26 @@ def test_attempt_ends_only_once_its_release_is_decided() -> None:
     assert Ended in kinds(accepts_round(world, number + 1))
 
 
+def test_record_stays_as_it_is_once_it_has_the_end() -> None:
+    """Answers to earlier rounds and a notice come late; witnesses believe one record of an end only."""
+    world = running()
+    world.silent = {A, B, C}
+    world.tell(CheckpointFound())
+    world.tell(STORED)
+    number = world.runner._proposer._round
+    world.tell(CancelWanted())
+    world.tell(exited(137))
+    world.tell(RESULT)
+    ended = world.runner.record
+    assert ended.outcome is not None and ended.commit is not None
+    world.tell(VacateWanted(9.0, "the owner"))
+    assert Committed not in kinds(accepts_round(world, number)) and world.runner.record == ended
+    last = accepts_round(world, world.runner._proposer._round)
+    assert [effect for effect in last if isinstance(effect, Committed)] == [Committed(ended.commit)]
+    told = [effect.message for effect in last if isinstance(effect, Send)]
+    assert told == [Closed(job=JOB, term=1, record=ended)] * 3
+
+
 def test_nothing_is_saved_beside_the_result() -> None:
     world = running()
     world.tell(exited(0))
@@ -628,6 +648,15 @@ def test_only_the_witnesses_call_a_runner_over() -> None:
     assert world.runner.on_accepted(E, granted, at(world.now)) == [], "nor do others say that its user has cancelled it"
     assert world.runner.on_refused(B, forged, at(world.now)) == [], "one witness may lie about a later group"
     assert kinds(world.runner.on_refused(C, forged, at(world.now))) == [Kill, Ended]
+
+
+def test_stranger_does_not_end_an_attempt_without_a_lease() -> None:
+    world = running()
+    world.silent = {A, B, C}
+    world.timer("lease")
+    assert world.runner.state == "frozen"
+    assert world.runner.on_refused(E, refusal(world.runner.term, 7, None), at(world.now)) == []
+    assert Kill in kinds(world.runner.on_refused(C, refusal(world.runner.term, 7, None), at(world.now)))
 
 
 def test_users_node_without_a_vote_does_not_answer_for_a_witness() -> None:

@@ -129,6 +129,23 @@ def test_final_outcome_never_changes() -> None:
     assert [witness.handle(node, Closed(job=JOB, term=1, record=failed), 3.0) for node in (B, C)] == [[], []]
 
 
+def test_record_of_an_ended_job_never_changes() -> None:
+    """One hostile witness could take its last checkpoint from the records of all others, with the outcome as it was."""
+    witness, other = make_witness(), make_witness()
+    ended = JobRecord(version=2, outcome=DONE, errors=1)
+    without = msgspec.structs.replace(ended, version=3, errors=0)
+    witness.handle(D, accept(1, None, ended), 0.0)
+    assert witness.handle(B, Closed(job=JOB, term=1, record=without), 0.0) == [], "it is not what this witness accepted"
+    assert witness.handle(C, Closed(job=JOB, term=1, record=ended), 0.0) and witness.finished
+    assert witness.handle(C, Closed(job=JOB, term=1, record=ended), 0.0) == [], "nothing is saved again"
+    refused = answer(witness.handle(B, accept(9, None, without), 1.0))
+    assert isinstance(refused, Refused) and refused.record == ended
+    assert [
+        other.handle(node, Closed(job=JOB, term=1, record=one), 0.0) for node, one in ((B, without), (C, ended))
+    ] == [[], []]
+    assert other.handle(B, Closed(job=JOB, term=1, record=ended), 0.0) and other.witness_record.record == ended
+
+
 def test_only_an_end_closes_a_job_and_its_lease() -> None:
     witness = make_witness()
     witness.handle(D, accept(1, D), 0.0)
@@ -141,10 +158,9 @@ def test_only_an_end_closes_a_job_and_its_lease() -> None:
 def test_witness_accepts_closed_from_the_last_runner_after_its_release() -> None:
     witness = make_witness()
     attempts = (Attempt(0, D, "d", 1, 0, ended_unix_ms=1, reason="done"),)
-    first, again = (JobRecord(version=version, attempts=attempts, outcome=DONE) for version in (2, 3))
-    for record in (first, again):
-        witness.handle(D, accept(1, None, record), 0.0)
-    assert witness.handle(D, Closed(job=JOB, term=1, record=first), 0.0) and witness.finished
+    ended = JobRecord(version=2, attempts=attempts, outcome=DONE)
+    witness.handle(D, accept(1, None, ended), 0.0)
+    assert witness.handle(D, Closed(job=JOB, term=1, record=ended), 0.0) and witness.finished
 
 
 def test_one_witness_cannot_end_a_job() -> None:
