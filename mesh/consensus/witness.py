@@ -197,8 +197,9 @@ class Witness:
             return [self._refusal(sender, message.term, message.round, now)]
         if message.holder is not None and message.holder != sender:
             return [self._refusal(sender, message.term, message.round, now)]  # a node takes a lease for itself only
-        if self.finished and message.record != witness_record.record:
-            return [self._refusal(sender, message.term, message.round, now)]
+        ended = (witness_record.record, witness_record.config.voters)
+        if self.finished and (message.record, message.config.voters) != ended:
+            return [self._refusal(sender, message.term, message.round, now)]  # its group says how the job ended
         if (message.term, message.record.version) < (witness_record.accepted_term, witness_record.record.version):
             return []  # a late duplicate: the sender has a newer round
         saved = self._save(

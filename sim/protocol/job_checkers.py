@@ -125,7 +125,7 @@ def _meet(one: Config, other: Config) -> bool:
 
 
 class HonestEnd(JobChecker):
-    """J14: neither one witness nor any other member can end a job, or change the record of one that has ended.
+    """J14: neither one witness nor any other member can end a job, or change the record or the group of one that has ended.
 
     Found by: witnesses that believe one of them, or any record under an order to recover the job.
     """
@@ -134,6 +134,7 @@ class HonestEnd(JobChecker):
 
     def __init__(self) -> None:
         self._ended: dict[bytes, JobRecord] = {}
+        self._groups: dict[tuple[bytes, bytes], object] = {}
 
     def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
         job, record = witness_record.job, witness_record.record
@@ -141,9 +142,13 @@ class HonestEnd(JobChecker):
             raise self.violated(world, job, f"{node.name} believed the {record.outcome.detail}")
         if witness_record.final and self._ended.setdefault(job, record) != record:
             raise self.violated(world, job, f"{node.name} has another record of its end than others")
+        group = (witness_record.config.members, witness_record.config.previous)
+        if witness_record.final and self._groups.setdefault((job, node.id), group) != group:
+            raise self.violated(world, job, f"{node.name} takes up another group after its end")
 
     def recovered(self, world: JobsWorld, job: bytes) -> None:
         self._ended.pop(job, None)
+        self._groups = {key: group for key, group in self._groups.items() if key[0] != job}
 
 
 class PlacedLease(JobChecker):

@@ -1280,10 +1280,11 @@ class JobsWorld(MembershipWorld):
         for job, witness in list(liar.participant.witnesses.items()):
             known = witness.witness_record
             records = [node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records]
-            alone = {Voter(liar.id, liar.disk.name)}
+            itself = Voter(liar.id, liar.disk.name)
+            alone = Config(known.config.number + 1, known.promised + 1, (itself,))
             if any(
                 liar.id in {record.holder, *(last.node for last in record.record.attempts[-1:])}
-                or decides(record.config, alone)
+                or decides(record.config, {itself})
                 for record in records
             ):
                 continue
@@ -1297,7 +1298,8 @@ class JobsWorld(MembershipWorld):
                     for term in (known.accepted_term, known.promised + 1):
                         liar.send(other.id, Closed(job, term, record))
                     if all(one.final for one in records):
-                        liar.send(other.id, Accept(job, known.promised + 1, 1, known.config, record, None))
+                        for group, told in ((known.config, record), (alone, known.record)):
+                            liar.send(other.id, Accept(job, alone.term, 1, group, told, None))
                     ended = (known.config, 0.0, False, True, known.accepted_term, record)
                     liar.send(other.id, Refused(job, known.promised, liar.disk.name, 1, known.promised, *ended))
 

@@ -129,8 +129,8 @@ def test_final_outcome_never_changes() -> None:
     assert [witness.handle(node, Closed(job=JOB, term=1, record=failed), 3.0) for node in (B, C)] == [[], []]
 
 
-def test_record_of_an_ended_job_never_changes() -> None:
-    """One hostile witness could take its last checkpoint from the records of all others, with the outcome as it was."""
+def test_record_and_group_of_an_ended_job_never_change() -> None:
+    """One hostile witness could replace all but the outcome in the records of the others, or the group that tells the end."""
     witness, other = make_witness(), make_witness()
     ended = JobRecord(version=2, outcome=DONE, errors=1)
     without = msgspec.structs.replace(ended, version=3, errors=0)
@@ -138,8 +138,13 @@ def test_record_of_an_ended_job_never_changes() -> None:
     assert witness.handle(B, Closed(job=JOB, term=1, record=without), 0.0) == [], "it is not what this witness accepted"
     assert witness.handle(C, Closed(job=JOB, term=1, record=ended), 0.0) and witness.finished
     assert witness.handle(C, Closed(job=JOB, term=1, record=ended), 0.0) == [], "nothing is saved again"
-    refused = answer(witness.handle(B, accept(9, None, without), 1.0))
-    assert isinstance(refused, Refused) and refused.record == ended
+    known = witness.witness_record.config
+    for record, config in ((without, known), (ended, Config(known.number + 1, 9, voters(B)))):
+        refused = answer(witness.handle(B, accept(9, None, record, config), 1.0))
+        assert isinstance(refused, Refused) and refused.record == ended and witness.witness_record.config == known
+    assert isinstance(answer(witness.handle(B, accept(9, None, ended, known), 1.0)), Accepted), (
+        "who missed the end learns it"
+    )
     assert [
         other.handle(node, Closed(job=JOB, term=1, record=one), 0.0) for node, one in ((B, without), (C, ended))
     ] == [[], []]
