@@ -187,7 +187,6 @@ class Participant:
         witness_record = witness.witness_record = msgspec.structs.replace(witness.witness_record, disk=self.disk)
         job = witness_record.job
         self.archived.discard(job)
-        self._forget(job)
         self._keep(witness)
         self.leaders[job] = Leader(witness, witness.spec, self._rng, self._rules.warrant)
         if witness_record.holder == self.me and witness.spec.most_nodes == 1:
