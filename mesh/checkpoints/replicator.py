@@ -417,8 +417,8 @@ class Replicator:
     ) -> None:
         begun = time.monotonic()
         with transfer.lane(self._peers.wire, cargo, self.bandwidth.promised_bps(peer)) as lane:
-            async with lane, self._peers.stream(peer, "PUT", path, transfer.in_turn(pieces), lane) as response:
-                await response.read()
+            async with lane:
+                await self._peers.send(peer, path, transfer.in_turn(pieces), lane)
             if not transfer.stood_aside:
                 now = time.monotonic()
                 self.bandwidth.record(peer, cargo.size, now - begun, lane.held, now)

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -23,6 +23,7 @@ from mesh.util.versions import WIRE
 
 CONNECT_TIMEOUT_S = 3.0  # a peer on a LAN answers in milliseconds, or it is gone
 CALL_TIMEOUT_S = 20.0
+BEGINS_S = 20.0  # until an answer begins: a stopped node keeps its connections open and says nothing
 KEEPALIVE_S = 30.0
 LOOK_S = 2.0  # between two looks for former members; a tunnel tells its user within 0.5 s why it ends (own choice)
 CALLS_PER_NODE, TUNNELS_PER_NODE = (
@@ -151,8 +152,20 @@ class PeerClient:
         except TimeoutError as error:
             raise PeerError(f"node {short_id(node)} did not answer within {timeout_s:g} s") from error
 
-    async def _read(self, node: NodeId, method: str, path: str, body: bytes, limit: int) -> bytes:
-        async with self.stream(node, method, path, body) as response:
+    async def send(self, node: NodeId, path: str, body: AsyncIterator[bytes | memoryview], lane: Lane) -> None:
+        """Send a body as a stream that `lane` paces; its answer counts for nothing. PeerError as `call`."""
+        await self._read(node, "PUT", path, body, ANSWER_BYTES, lane)
+
+    async def _read(
+        self,
+        node: NodeId,
+        method: str,
+        path: str,
+        body: bytes | AsyncIterator[bytes | memoryview],
+        limit: int,
+        lane: Lane | None = None,
+    ) -> bytes:
+        async with self.stream(node, method, path, body, lane) as response:
             answer = await read_within(response.content, limit)
         if answer is not None:
             return answer
@@ -167,15 +180,26 @@ class PeerClient:
         body: bytes | AsyncIterator[bytes | memoryview],
         lane: Lane | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Make a call with a streamed answer, perhaps with a streamed body paced by `lane`. PeerError on failure."""
+        """Make a call with a streamed answer, perhaps with a streamed body paced by `lane`. PeerError on failure, also if no
+        answer begins within BEGINS_S; one to a streamed body may come after all of it.
+        """
         url = self._url(node, path)
         assert self._session is not None
         data: Any = body if lane is None or isinstance(body, bytes) else PacedBody(body, lane)
         try:
-            async with self._while_member(node), self._session.request(method, url, data=data) as response:
-                if response.status != HTTPStatus.OK:
-                    text = (await response.content.read(2000)).decode(errors="replace")
-                    raise PeerError(f"node {short_id(node)} answered {response.status}: {text}", response.status)
+            async with self._while_member(node), AsyncExitStack() as stack:
+                try:
+                    async with asyncio.timeout(BEGINS_S if isinstance(body, bytes) else None) as limit:
+                        response = await stack.enter_async_context(self._session.request(method, url, data=data))
+                        if response.status != HTTPStatus.OK:
+                            text = (await response.content.read(2000)).decode(errors="replace")
+                            raise PeerError(
+                                f"node {short_id(node)} answered {response.status}: {text}", response.status
+                            )
+                except TimeoutError as error:
+                    if limit.expired():
+                        raise PeerError(f"node {short_id(node)} did not answer within {BEGINS_S:g} s") from error
+                    raise
                 yield response
         except (aiohttp.ClientError, OSError) as error:
             raise _broken(node, url, error) from error

@@ -10,7 +10,7 @@ from ckptstore.receiver import Receiver
 from membership.identity import NodeId, short_id
 from mesh.rpc.client import PeerClient
 from mesh.rpc.direct import DirectBody
-from mesh.rpc.streams import IDLE_S, Patience, fed, received
+from mesh.rpc.streams import Patience, fed, received
 
 Pulled = tuple[list[bytes], asyncio.Task[int]]  # the chunks that arrived, and the task that makes them durable
 Answer = Collection[bytes]  # the ids of what arrived, or of what a partial source has
@@ -34,9 +34,7 @@ async def pulled(peers: PeerClient, request: Request, path: str, body: bytes, re
     """Carry out one request for chunks: feed what the holder answers to the receiver, which is aborted if that fails."""
     try:
         async with AsyncExitStack() as stack:
-            async with asyncio.timeout(IDLE_S):  # a stopped source keeps its connection open and sends nothing
-                asked = peers.stream(request.source, "POST", path, body)
-                response = await stack.enter_async_context(asked)
+            response = await stack.enter_async_context(peers.stream(request.source, "POST", path, body))
             transport = response.connection.transport if response.connection is not None else None
             stack.enter_context(peers.wire.taking(transport))
             if response.content_length is None:  # up to version 0.1, a holder does not say it

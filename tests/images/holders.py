@@ -9,6 +9,7 @@ from aiohttp.typedefs import Handler
 
 from membership.identity import Identity
 from mesh.images import blobs, fetcher
+from mesh.rpc import client
 from mesh.rpc.client import Address, PeerClient
 from tests.rpc.nodes import client_of, node_named, serve
 
@@ -65,4 +66,5 @@ def hurry(monkeypatch: pytest.MonkeyPatch, piece_s: float) -> None:
     """Have the fetcher wait less, and leave no part of the disk free."""
     monkeypatch.setattr(fetcher, "RETRY_S", 0.05)
     monkeypatch.setattr(fetcher, "PIECE_S", piece_s)
+    monkeypatch.setattr(client, "BEGINS_S", piece_s)
     monkeypatch.setattr(blobs, "SPARE_BYTES", 0)
