@@ -92,10 +92,10 @@ class EventLog:
             raise EventError(str(error)) from error
         return actor, decode_event(payload)
 
-    def merge(self, copies: Sequence[Sequence[bytes]]) -> list[tuple[NodeId, Event, bool]]:
-        """Merge what several nodes have kept of one job: each event once, ordered by the clocks of the nodes that wrote them.
+    def merge(self, job: bytes, copies: Sequence[Sequence[bytes]]) -> list[tuple[NodeId, Event, bool]]:
+        """Merge what several nodes have kept of a job: each event once, ordered by the clocks of the nodes that wrote them.
 
-        The flag tells that the event before it, by the same node, is missing.
+        The flag tells that the event before it, by the same node, is missing. Checks signatures: run it in a thread.
         """
         known: dict[tuple[NodeId, int], tuple[Event, bytes]] = {}
         for sealed in {sealed for copy in copies for sealed in copy}:
@@ -103,7 +103,8 @@ class EventLog:
                 actor, event = self.open(sealed)
             except EventError:
                 continue
-            known[actor, event.seq] = (event, hash_of(sealed))
+            if event.job == job:
+                known[actor, event.seq] = (event, hash_of(sealed))
         hashes = {own for _, own in known.values()}
         rows = [
             (actor, event, bool(event.previous) and event.previous not in hashes)

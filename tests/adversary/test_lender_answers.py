@@ -10,15 +10,23 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from mesh.api.handlers import usage
+from mesh.api.handlers.lookup import JobLookup
 from mesh.api.handlers.usage import TOLD, Told, UsageHandlers
+from mesh.checkpoints.replicator import Replicator
 from mesh.cli.interactive import NOTE_LIMIT, _report_notes
 from mesh.gpus.receipts import ReceiptError
 from mesh.jobs.log_times import LOG_BYTES, LogPiece, decode_piece, encode_piece
 from mesh.jobs.logs import COPIES, JobLogs, LogShipping
+from mesh.journal import EVENTS_READ
+from mesh.model.events import MAX_EVENT_BYTES
+from mesh.rpc import client as client_module
 from mesh.sdk import futures
 from mesh.util.log_text import HELD_MOST, LogText
+from tests.ckptstore.worlds import open_store, save, write_tree
+from tests.rpc.nodes import Keeper, client_of, node_named
 
 JOB, WITNESS, HOST = b"j" * 16, b"w" * 32, b"h" * 32
 MIB = 1 << 20
@@ -114,3 +122,41 @@ async def test_receipts_of_one_answer_are_bounded(monkeypatch: pytest.MonkeyPatc
     nothing: Any = None
     handlers = UsageHandlers(b"mesh", nothing, nothing, peers, nothing, SimpleNamespace(me=b"me"))  # type: ignore[arg-type]
     assert len(await handlers._told_by(WITNESS, 0)) == TOLD == len(opened)
+
+
+async def test_events_of_one_answer_are_bounded() -> None:
+    """838,860 of five bytes fit into an answer, and took eight seconds of the loop that renews leases."""
+    told = [[b"%d" % number for number in range(count)] for count in (EVENTS_READ, EVENTS_READ + 1)]
+    told.append([bytes(MAX_EVENT_BYTES + 1)])
+    answers = iter(map(msgspec.msgpack.encode, told))
+
+    async def call(*arguments: object, **more: object) -> bytes:
+        return next(answers)
+
+    nothing: Any = None
+    peers: Any = SimpleNamespace(call=call)
+    lookup = JobLookup(b"me", nothing, nothing, nothing, nothing, peers)
+    assert [await lookup._events_from(WITNESS, JOB) for _ in told] == [told[0], [], []]
+
+
+async def test_answer_of_a_node_that_takes_chunks_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was kept whole: a node that answered a copy without end took all memory of the node that runs the job."""
+    monkeypatch.setattr(client_module, "ANSWER_BYTES", 1 << 16)
+
+    class Talker(Keeper):
+        async def _chunks(self, request: web.Request) -> web.Response:
+            await super()._chunks(request)
+            return web.Response(body=bytes((1 << 16) + 1))
+
+    talker = Talker(tmp_path / "theirs", identity=node_named("t"))
+    peers, store = await client_of({talker.identity.node_id: await talker.serve()}), open_store(tmp_path / "ours")
+    write_tree(tmp_path / "in", {"a": b"A"})
+    try:
+        copies = await Replicator(peers, store).replicate(
+            save(store, tmp_path / "in").id, [talker.identity.node_id], [], 1
+        )
+    finally:
+        await peers.close()
+        await talker.close()
+        store.close()
+    assert not copies.holders and "with over 65536 bytes" in copies.short

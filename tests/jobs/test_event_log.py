@@ -85,7 +85,7 @@ async def test_events_are_kept_in_order_by_their_node_and_by_witnesses(nodes: li
     assert runner.told() == [], "each event is reported once"
     assert witness.take(runner, told) == 0 == witness.take(runner, told)
     assert await witness.kept() == await runner.kept() == list(told.events)
-    rows = witness.event_log.merge([await witness.kept(), await runner.kept()])
+    rows = witness.event_log.merge(JOB, [await witness.kept(), await runner.kept()])
     assert [(actor, event.kind, gap) for actor, event, gap in rows] == [
         (runner.identity.node_id, "state", False),
         (runner.identity.node_id, "checkpoint", False),
@@ -132,9 +132,10 @@ async def test_merge_marks_missing_events(nodes: list[Node]) -> None:
     for state in ("starting", "running", "done"):
         runner.add(JOB, "state", new=state)
     first, _, last = await nodes[0].kept()
-    assert [gap for *_, gap in runner.merge([[first], [last]])] == [False, True]
-    assert [gap for *_, gap in runner.merge([[b"broken"], [first, b"", last]])] == [False, True]
-    assert runner.merge([[b"broken"]]) == []
+    assert [gap for *_, gap in runner.merge(JOB, [[first], [last]])] == [False, True]
+    assert [gap for *_, gap in runner.merge(JOB, [[b"broken"], [first, b"", last]])] == [False, True]
+    assert runner.merge(JOB, [[b"broken"]]) == []
+    assert runner.merge(A[:16], [[first, last]]) == [], "a witness passes on events of another job"
 
 
 async def test_events_of_strangers_and_of_other_jobs_are_refused(nodes: list[Node]) -> None:
@@ -181,7 +182,7 @@ async def test_events_beyond_the_limit_are_refused(nodes: list[Node]) -> None:
     with pytest.raises(MessageError):
         decode_message(encode_message(EventReport(job=JOB, events=first.events + second.events)))
     assert len(await witness.kept()) == 64
-    assert all(len(event.reason) == 300 for _, event, _ in witness.event_log.merge([first.events]))
+    assert all(len(event.reason) == 300 for _, event, _ in witness.event_log.merge(JOB, [first.events]))
 
 
 async def test_every_event_that_is_written_can_be_read(nodes: list[Node]) -> None:
@@ -196,7 +197,7 @@ async def test_every_event_that_is_written_can_be_read(nodes: list[Node]) -> Non
         )
     (told,) = runner.told()
     assert decode_message(encode_message(told)) == told and witness.take(runner, told) == 0
-    assert all(event.reason for _, event, _ in witness.event_log.merge([told.events]))
+    assert all(event.reason for _, event, _ in witness.event_log.merge(JOB, [told.events]))
 
 
 async def test_event_longer_than_any_of_ours_is_refused(nodes: list[Node]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -27,8 +28,8 @@ from mesh.jobs.authority import is_user
 from mesh.jobs.awaited_ends import one_stated
 from mesh.jobs.job_table import OWN
 from mesh.jobs.service import JobService
-from mesh.journal import Journal
-from mesh.model.events import Event
+from mesh.journal import EVENTS_READ, Journal
+from mesh.model.events import MAX_EVENT_BYTES, Event
 from mesh.model.record import Attempt
 from mesh.model.spec import JOB_ID_LENGTH, JobSpec, SpecError, format_job
 from mesh.rpc.client import CALL_TIMEOUT_S, PeerClient, PeerError
@@ -43,6 +44,10 @@ MOST_LABELS = 10  # indices of an array that are listed (own choice)
 # Errors of a path that no later try can write to.
 NO_DIRECTORY = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 Telling = tuple[bytes, Event, bool]
+
+# What a node answers of a job's events: as many as its journal gives at a time.
+_Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_EVENT_BYTES)]
+_events_decoder = msgspec.msgpack.Decoder(Annotated[list[_Sealed], msgspec.Meta(max_length=EVENTS_READ)])
 
 
 def nicks_of(membership: MembershipNode) -> dict[NodeId, str]:
@@ -296,12 +301,13 @@ class JobLookup:
         own = await self._journal.events(status.job, 0) if own is None else own
         asked = [node for node in dict.fromkeys([status.runner, *status.witnesses]) if node not in {None, self.me}]
         tellings = await asyncio.gather(*(self._events_from(node, status.job) for node in asked))
-        return self._jobs.event_log.merge([[sealed for _, sealed in own], *tellings])
+        copies = [[sealed for _, sealed in own], *tellings]
+        return await asyncio.to_thread(self._jobs.event_log.merge, status.job, copies)
 
     async def _events_from(self, node: NodeId, job: bytes) -> list[bytes]:
         try:
             body = await self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/events", timeout_s=EVENTS_WITHIN_S)
-            return msgspec.msgpack.decode(body, type=list[bytes])
+            return _events_decoder.decode(body)
         except (PeerError, *MALFORMED):
             return []
 
