@@ -45,6 +45,7 @@ from ckptstore.encoding import Encoding
 from ckptstore.errors import BadPath, FileChanged, TooLarge
 from ckptstore.manifest import MAX_DEPTH
 from ckptstore.pack import ID_BYTES, PackWriter, chunk_name, next_data, read_at, wrap
+from ckptstore.tables import open_cache
 
 THREADS = min(2, os.cpu_count() or 1)  # for hashing and encoding: an add must not take the machine (own choice)
 SMALL_BYTES = 512 << 10  # smaller files share bundles (own choice)
@@ -498,11 +499,20 @@ class Sources:
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()  # rows are written in a thread
-        self._db = sqlite3.connect(path, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute("PRAGMA cache_size=-8000")  # 8 MB
-        self._db.executescript(
+        self._db = open_cache(path, self._connect)
+        found = self._db.execute("SELECT last FROM numbers").fetchone()
+        if found is None:
+            self._db.execute("INSERT INTO numbers VALUES (0)")
+            self._db.commit()
+        self._last = found[0] if found is not None else 0
+
+    @staticmethod
+    def _connect(path: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA cache_size=-8000")  # 8 MB
+        connection.executescript(
             """
             CREATE TABLE IF NOT EXISTS tops (path BLOB PRIMARY KEY, directory INTEGER) WITHOUT ROWID;
             CREATE TABLE IF NOT EXISTS entries (
@@ -512,11 +522,7 @@ class Sources:
             CREATE TABLE IF NOT EXISTS numbers (last INTEGER);
             """
         )
-        found = self._db.execute("SELECT last FROM numbers").fetchone()
-        if found is None:
-            self._db.execute("INSERT INTO numbers VALUES (0)")
-            self._db.commit()
-        self._last = found[0] if found is not None else 0
+        return connection
 
     def close(self) -> None:
         self._db.close()

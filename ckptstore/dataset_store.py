@@ -40,6 +40,7 @@ from ckptstore.errors import BadManifest, CorruptChunk, MissingChunks, NotFound,
 from ckptstore.objects import ObjectStore
 from ckptstore.pack import write_at
 from ckptstore.receiver import Receiver
+from ckptstore.tables import open_cache
 from ckptstore.tree_writer import TreeWriter
 from membership.durable import write_durably
 
@@ -402,12 +403,7 @@ class Members(Container[bytes]):
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
-        try:
-            self._connection = self._connect(path)
-        except sqlite3.DatabaseError:
-            for suffix in ("", "-wal", "-shm"):
-                Path(f"{path}{suffix}").unlink(missing_ok=True)
-            self._connection = self._connect(path)
+        self._connection = open_cache(path, self._connect)
 
     @staticmethod
     def _connect(path: Path) -> sqlite3.Connection:

@@ -2,11 +2,13 @@
 
 import sqlite3
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ckptstore.errors import CorruptChunk
+from ckptstore.errors import CorruptChunk, DiskFull, StoreError
 from ckptstore.pack import HEADER_BYTES, Location, is_foreign, scan_pack
+from ckptstore.tables import open_cache
 
 SCHEMA_VERSION = 4
 ADD = """
@@ -18,21 +20,31 @@ WHERE chunks.base IS NOT NULL AND (excluded.base IS NULL OR NOT EXISTS
 
 
 class IndexReader:
-    """The index of a store that another process has open. Thread-safe."""
+    """The index of a store that another process has open. Thread-safe. StoreError if it is damaged while it is open."""
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()
+        self._path, self._lock = path, threading.Lock()
         self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
 
-    def find(self, identity: bytes) -> Location | None:
+    @contextmanager
+    def _table(self) -> Iterator[sqlite3.Connection]:
+        """Use the table alone, in one transaction."""
         with self._lock:
-            row = self._connection.execute(
-                "SELECT pack, offset, length, base FROM chunks WHERE id = ?", [identity]
-            ).fetchone()
+            try:
+                with self._connection:
+                    yield self._connection
+            except sqlite3.DatabaseError as error:
+                full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+                words = "free some space" if full else "start the node again, which makes it anew"
+                raise (DiskFull if full else StoreError)(f"{self._path}: {error}: {words}") from error
+
+    def find(self, identity: bytes) -> Location | None:
+        with self._table() as table:
+            row = table.execute("SELECT pack, offset, length, base FROM chunks WHERE id = ?", [identity]).fetchone()
         return Location(*row) if row is not None else None
 
 
@@ -40,18 +52,11 @@ class Index(IndexReader):
     """Thread-safe. `damaged` names packs whose scan failed when the index was last built."""
 
     def __init__(self, path: Path, packs: Path) -> None:
-        self._path = path
-        self._packs = packs
+        self._path, self._packs = path, packs
         self._lock = threading.Lock()
         self.damaged: list[Path] = []
-        try:
-            self._connection = self._connect()
-            current = self._is_current()
-        except sqlite3.DatabaseError:
-            self._remove()
-            self._connection = self._connect()
-            current = False
-        if not current:
+        self._connection = open_cache(path, _connect)
+        if not self._is_current():
             self._rebuild()
 
     def missing(self, ids: Iterable[bytes]) -> list[bytes]:
@@ -80,58 +85,38 @@ class Index(IndexReader):
 
     def add(self, pack: str, locations: dict[bytes, Location], foreign: bool) -> None:
         rows = [(identity, where.pack, where.offset, where.length, where.base) for identity, where in locations.items()]
-        with self._lock, self._connection:
-            self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [pack, foreign])
-            self._connection.executemany(ADD, rows)
+        with self._table() as table:
+            table.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [pack, foreign])
+            table.executemany(ADD, rows)
 
     def move(self, old: str, new: str, locations: dict[bytes, Location], foreign: bool) -> None:
         """Record that these objects of a pack moved to a new one; what the index has elsewhere by now stays there."""
         rows = [
             (where.pack, where.offset, where.length, where.base, identity, old) for identity, where in locations.items()
         ]
-        with self._lock, self._connection:
-            self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [new, foreign])
-            self._connection.executemany(
-                "UPDATE chunks SET pack=?, offset=?, length=?, base=? WHERE id=? AND pack=?", rows
-            )
+        with self._table() as table:
+            table.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [new, foreign])
+            table.executemany("UPDATE chunks SET pack=?, offset=?, length=?, base=? WHERE id=? AND pack=?", rows)
 
     def drop_pack(self, pack: str) -> None:
-        with self._lock, self._connection:
-            self._connection.execute("DELETE FROM chunks WHERE pack = ?", [pack])
-            self._connection.execute("DELETE FROM packs WHERE name = ?", [pack])
+        with self._table() as table:
+            table.execute("DELETE FROM chunks WHERE pack = ?", [pack])
+            table.execute("DELETE FROM packs WHERE name = ?", [pack])
 
     def knows(self, pack: str) -> bool:
         """Tell whether the objects of a pack are indexed."""
-        with self._lock:
-            return self._connection.execute("SELECT 1 FROM packs WHERE name = ?", [pack]).fetchone() is not None
+        with self._table() as table:
+            return table.execute("SELECT 1 FROM packs WHERE name = ?", [pack]).fetchone() is not None
 
     def foreign_packs(self) -> list[str]:
-        with self._lock:
-            return [name for (name,) in self._connection.execute("SELECT name FROM packs WHERE foreign_user")]
+        with self._table() as table:
+            return [name for (name,) in table.execute("SELECT name FROM packs WHERE foreign_user")]
 
     def chunks_of(self, pack: str) -> dict[bytes, Location]:
-        with self._lock:
-            rows = self._connection.execute(
-                "SELECT id, pack, offset, length, base FROM chunks WHERE pack = ?", [pack]
-            ).fetchall()
+        with self._table() as table:
+            query = "SELECT id, pack, offset, length, base FROM chunks WHERE pack = ?"
+            rows = table.execute(query, [pack]).fetchall()
         return {identity: Location(*where) for identity, *where in rows}
-
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        if connection.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
-            connection.executescript("DROP TABLE IF EXISTS chunks; DROP TABLE IF EXISTS packs;")
-        connection.executescript(
-            """
-            CREATE TABLE IF NOT EXISTS chunks (
-                id BLOB PRIMARY KEY, pack TEXT NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, base BLOB
-            ) WITHOUT ROWID;
-            CREATE INDEX IF NOT EXISTS by_pack ON chunks (pack);
-            CREATE TABLE IF NOT EXISTS packs (name TEXT PRIMARY KEY, foreign_user INTEGER NOT NULL) WITHOUT ROWID;
-            """
-        )
-        return connection
 
     def _is_current(self) -> bool:
         """Return True if exactly the packs on disk are indexed."""
@@ -161,6 +146,20 @@ class Index(IndexReader):
             self.add(path.stem, found, is_foreign(path))
         self._connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
-    def _remove(self) -> None:
-        for suffix in ("", "-wal", "-shm"):
-            Path(str(self._path) + suffix).unlink(missing_ok=True)
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+    if connection.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
+        connection.executescript("DROP TABLE IF EXISTS chunks; DROP TABLE IF EXISTS packs;")
+    connection.executescript(
+        """
+        CREATE TABLE IF NOT EXISTS chunks (
+            id BLOB PRIMARY KEY, pack TEXT NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, base BLOB
+        ) WITHOUT ROWID;
+        CREATE INDEX IF NOT EXISTS by_pack ON chunks (pack);
+        CREATE TABLE IF NOT EXISTS packs (name TEXT PRIMARY KEY, foreign_user INTEGER NOT NULL) WITHOUT ROWID;
+        """
+    )
+    return connection

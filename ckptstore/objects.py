@@ -223,12 +223,12 @@ class ObjectStore(ObjectReader):
     def publish_pack(self, writer: PackWriter) -> None:
         try:
             writer.publish()
+            if writer.locations:
+                self.index.add(writer.name, writer.locations, writer.foreign)
+                self.published += 1
         except BaseException:
-            writer.abort()
+            writer.withdraw()  # else each try again would leave another pack
             raise
-        if writer.locations:
-            self.index.add(writer.name, writer.locations, writer.foreign)
-            self.published += 1
 
     # --- quotas and errors
 

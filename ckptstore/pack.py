@@ -248,6 +248,11 @@ class PackWriter:
         self._close()
         self._temporary.unlink(missing_ok=True)
 
+    def withdraw(self) -> None:
+        """Remove the pack, even if it is published: no index knows it."""
+        self.abort()
+        self._final.unlink(missing_ok=True)
+
     def _close(self) -> None:
         if self._file is not None:
             os.close(self._file)

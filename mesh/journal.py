@@ -1,7 +1,7 @@
 """Journal: what this node knows of jobs, on disk: witness records, submissions, events, receipts. SQLite in WAL mode.
 
 One connection in one thread, with `synchronous=FULL`: once `save_witness_records` returns, the records survive a power cut. A
-journal that SQLite cannot read is moved aside and reported, never deleted.
+journal with a page that SQLite cannot read at a start is moved aside and reported, never deleted.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from ckptstore.bandwidth import PEERS, SavedRate
+from ckptstore.tables import check_pages
 from membership.malformed import MALFORMED
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.participant import LEAST_BYTES
@@ -481,6 +482,7 @@ class Journal:
                 raise JournalError(
                     f"{self.path} was written by a newer campus-mesh (schema {version}); upgrade this node"
                 )
+            check_pages(connection)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
             connection.executescript(_SCHEMA)

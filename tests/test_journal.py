@@ -189,6 +189,24 @@ async def test_damaged_journal_is_moved_aside(tmp_path: Path) -> None:
         await journal.close()
 
 
+async def test_journal_with_any_damaged_page_is_moved_aside(tmp_path: Path) -> None:
+    """SQLite reads few pages when it opens a file: a node with another damaged one could not start, or ended at a write."""
+    journal = Journal(tmp_path / "whole.sqlite")
+    await journal.open()
+    await journal.save_witness_records(
+        [msgspec.structs.replace(WITNESS_RECORD, job=bytes([number]) * 16) for number in range(40)]
+    )
+    await journal.save_key(A, A)
+    await journal.close()
+    whole, path = journal.path.read_bytes(), tmp_path / "journal.sqlite"
+    for page in range(1, len(whole) // 4096):
+        path.write_bytes(whole[: page * 4096] + os.urandom(4096) + whole[(page + 1) * 4096 :])
+        journal = Journal(path)
+        await journal.open()
+        assert journal.moved_aside is not None and await journal.witness_records() == ([], {})
+        await journal.close()
+
+
 async def test_damage_while_it_runs_is_an_error_of_the_journal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

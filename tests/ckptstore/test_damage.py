@@ -17,7 +17,7 @@ from ckptstore.checker import verify
 from ckptstore.cipher import StateCipher
 from ckptstore.codec import encode
 from ckptstore.encoding import ZSTD, Encoding
-from ckptstore.errors import CorruptChunk
+from ckptstore.errors import CorruptChunk, DiskFull, StoreError
 from ckptstore.index import Index
 from ckptstore.manifest import FORMAT_VERSION, Chunk, FileEntry, Manifest, Tree, encode_manifest, pack_tree
 from ckptstore.pack import HEADER_BYTES, Location, chunk_name, encode_header, wrap
@@ -277,6 +277,36 @@ def test_pack_that_the_index_does_not_know_is_not_collected(tmp_path: Path, monk
     store.close()
     store = open_store(store.root)
     assert store.missing(saved.manifest.chunks) == [chunks[3][0]]
+    store.close()
+
+
+def test_damaged_page_of_the_index_has_it_made_anew(tmp_path: Path) -> None:
+    """The pages that a start reads were whole, so it stayed damaged: every save that met the page failed, for ever."""
+    store, saved, *_ = twenty(tmp_path)
+    store.close()
+    index = store.root / "index.sqlite"
+    whole = index.read_bytes()
+    for page in range(1, len(whole) // 4096):
+        index.write_bytes(whole[: page * 4096] + os.urandom(4096) + whole[(page + 1) * 4096 :])
+        store = open_store(store.root)
+        store.restore(saved.id, tmp_path / f"out-{page}", prefix="ckpt")
+        assert store.collect(min_age_s=0.0, now_unix=1e11).packs == 0
+        store.close()
+
+
+def test_index_that_cannot_be_written_leaves_no_pack(tmp_path: Path) -> None:
+    store, saved, *_ = twenty(tmp_path)
+    packs = set(store.packs.iterdir())
+    write_tree(tmp_path / "in", {f"{number:03}": os.urandom(100) for number in range(300)})
+    store.index._connection.execute("PRAGMA max_page_count=1")
+    with pytest.raises(DiskFull, match="database or disk is full: free some space"):
+        save(store, tmp_path / "in", seq=2)
+    assert set(store.packs.iterdir()) == packs and not list(store.tmp.iterdir())
+    store.restore(saved.id, tmp_path / "out", prefix="ckpt")
+    store.index._connection.execute("DROP TABLE chunks")
+    with pytest.raises(StoreError, match="start the node again, which makes it anew"):
+        save(store, tmp_path / "in", seq=2)
+    assert set(store.packs.iterdir()) == packs and not list(store.tmp.iterdir())
     store.close()
 
 

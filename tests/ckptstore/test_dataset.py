@@ -595,6 +595,15 @@ def test_damaged_table_of_members_is_made_anew(store: DataSets, source: Path) ->
     assert again.known()[ID].bytes == added.chunk_bytes
 
 
+def test_damaged_table_of_sources_is_made_anew(store: DataSets, source: Path) -> None:
+    added = Adder(store).add(source)
+    table = store.root / "sources.sqlite"
+    whole = table.read_bytes()
+    for page in range(1, len(whole) // 4096):
+        table.write_bytes(whole[: page * 4096] + os.urandom(4096) + whole[(page + 1) * 4096 :])
+        assert Adder(store).add(source).root == added.root
+
+
 def test_page_that_many_pages_name_is_walked_once(store: DataSets) -> None:
     link = unfolding(store, 3, 200)
     assert 10_000_000 < link.entries < MAX_ENTRIES
