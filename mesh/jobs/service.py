@@ -137,9 +137,10 @@ class JobHooks(msgspec.Struct, frozen=True):
 class JobService:
     """The jobs of one node.
 
-    `directory` holds the guests' files; `disk_limit` says how many bytes each attempt may hold. `have_image` gives the id of an
-    image once this node has it, `data` brings data sets here, and `proxy_rules` say which hosts jobs reach. What a job has left
-    stays for `keep_s` once it is over. A checkpoint is copied again when one of its holders has been away for `repair_after_s`.
+    `directory` holds the guests' files, and is emptied at a start; `disk_limit` says how many bytes each attempt may hold.
+    `have_image` gives the id of an image once this node has it, `data` brings data sets here, and `proxy_rules` say which hosts
+    jobs reach. What a job has left stays for `keep_s` once it is over. A checkpoint is copied again when one of its holders has
+    been away for `repair_after_s`.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class JobService:
         self._identity, self._trust, self._membership = identity, trust, membership
         self._me, self._nick = identity.node_id, membership.credentials.nick
         self._journal, self._store, self._engines, self._inventory = journal, store, engines, inventory
-        self._directory, self.logs, self._have_image = directory, logs, have_image
+        self.directory, self.logs, self._have_image = directory, logs, have_image
         self._data, self._proxy_rules = data, proxy_rules
         sealer = MeshSealer(identity, trust.mesh_id)
         self.authority = Authority(sealer, trust, lambda node: membership.record(node, "advert") is not None)
@@ -714,7 +715,7 @@ class JobService:
             job,
             spec,
             number,
-            self._directory / format_job(job) / str(order.term),
+            self.directory / format_job(job) / str(order.term),
             log_path,
             engine,
             self._inventory.portions_of(job),

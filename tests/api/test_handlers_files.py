@@ -354,17 +354,19 @@ async def test_pull_takes_what_witnesses_state(finished: Finished, tmp_path: Pat
     assert (tmp_path / "new" / "weights").read_bytes() == b"w"
 
 
-async def test_files_of_a_finished_job_are_those_that_witnesses_state(finished: Finished) -> None:
-    """Python's results come so, and are unpickled."""
+async def test_files_of_a_finished_job_are_those_that_witnesses_state(finished: Finished, tmp_path: Path) -> None:
+    """Python's results come so, and are unpickled. They lie in the clear where a start removes what a crash has left."""
     true, finished.status.outcome = finished.status.outcome, ended(NOW, b"made up by a member")
-    nothing: Any = None
-    reader = files.FileHandlers(nothing, nothing, finished.lookup)
+    nothing, jobs = None, tmp_path / "jobs"
+    service: Any = SimpleNamespace(directory=jobs)
+    reader = files.FileHandlers(service, nothing, finished.lookup)  # type: ignore[arg-type]
     finished.stated = [None, None, true]
     with pytest.raises(MeshError, match="that can be asked name no results"):
         await reader._from_store(finished.status, "out")
     finished.stated = [true, None, true]
-    pieces = [piece async for piece in await reader._from_store(finished.status, "out")]
-    assert b"weights" in b"".join(pieces)
+    stream = await reader._from_store(finished.status, "out")
+    assert [(place / "out" / "weights").read_bytes() for place in jobs.iterdir()] == [b"w"]
+    assert b"weights" in b"".join([piece async for piece in stream]) and not list(jobs.iterdir())
 
 
 async def test_files_of_a_running_job_come_from_the_node_that_witnesses_name() -> None:

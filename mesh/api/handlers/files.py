@@ -86,7 +86,10 @@ class FileHandlers:
             raise MeshError(
                 f"job {name} does not run: of it there is ckpt/ (its last checkpoint) and out/ (what it published)"
             )
-        directory = TemporaryDirectory(prefix="mesh-cp-")
+        # They are in the clear, and the next start removes what a crash leaves there.
+        home = self._jobs.directory
+        home.mkdir(parents=True, exist_ok=True)
+        directory = TemporaryDirectory(prefix="mesh-cp-", dir=home)
         try:
             await self._lookup.restore(status, manifest, holders, place, Path(directory.name) / place)
             found = _within(Path(directory.name), f"{place}/{rest}")
