@@ -117,8 +117,18 @@ def _checkpoints(directory: Path, entries: Sequence[_Entry], mode: str) -> Seque
 
 
 def _is_marked(path: Path) -> bool:
+    return _is_file(path / MARKER)
+
+
+def is_done(directory: Path) -> bool:
+    """Tell whether the program has left word that it is done, whatever else runs on."""
+    return _is_file(directory / DONE_MARKER)
+
+
+def _is_file(path: Path) -> bool:
+    """Tell whether it is a file, and no link: a guest's may lead to any file of the host, and to a mount that hangs."""
     with suppress(OSError):  # a directory that is closed to us is not complete
-        return (path / MARKER).is_file()
+        return stat.S_ISREG(path.lstat().st_mode)
     return False
 
 

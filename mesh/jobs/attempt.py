@@ -23,7 +23,7 @@ from ckptstore.cipher import StateCipher
 from ckptstore.errors import FileChanged, StoreError, TooLarge
 from ckptstore.store import Store
 from ckptstore.tree_scan import Scan, scan
-from mesh.checkpoints.commit_modes import DONE_MARKER, CommittedTree, being_written, committed_tree, link_checkpoints
+from mesh.checkpoints.commit_modes import CommittedTree, being_written, committed_tree, is_done, link_checkpoints
 from mesh.checkpoints.keys import NoKey
 from mesh.checkpoints.loss_estimate import LossEstimate, Lost
 from mesh.checkpoints.replica_policy import ReplicaPolicy
@@ -643,7 +643,7 @@ class Attempt:
         self._read_progress()
         self._exit_was_clean, self._yielded = end.code < 128, end.code == EXIT_CHECKPOINTED
         self._ended_well = end.code == 0
-        done = (self.base / "ckpt" / DONE_MARKER).exists()
+        done = is_done(self.base / "ckpt")
         if self.progress is not None:
             await self._report(Progressed(self.progress.step))
         streams = (brought.stream.failed for brought in self._brought if brought.stream is not None)

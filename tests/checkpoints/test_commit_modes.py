@@ -10,7 +10,14 @@ import pytest
 
 from ckptstore.tree_scan import Look, scan
 from mesh.checkpoints import commit_modes
-from mesh.checkpoints.commit_modes import MOST_BESIDE, committed_tree, link_checkpoints, open_for_writing
+from mesh.checkpoints.commit_modes import (
+    DONE_MARKER,
+    MOST_BESIDE,
+    committed_tree,
+    is_done,
+    link_checkpoints,
+    open_for_writing,
+)
 from mesh.model.spec import Checkpointing
 from tests.ckptstore.worlds import Mapping
 
@@ -30,6 +37,19 @@ def entry(directory: Path, name: str, age_s: float = 100.0) -> Path:
 @pytest.mark.parametrize("rules", [RENAME, MARKER, STABLE], ids=lambda rules: rules.mode)
 def test_empty_directory_has_no_checkpoint(tmp_path: Path, rules: Checkpointing) -> None:
     assert committed_tree(tmp_path, rules, time.time()) is None
+
+
+def test_no_link_marks_a_checkpoint_or_a_job_as_done(tmp_path: Path) -> None:
+    """A guest's link leads to a file of the host, which answered whether it is there, or to a mount that hangs."""
+    (tmp_path / "secret").touch()
+    ckpt = tmp_path / "ckpt"
+    for path in (entry(ckpt, "step-1") / "COMMITTED", ckpt / DONE_MARKER):
+        path.symlink_to(tmp_path / "secret")
+    assert committed_tree(ckpt, MARKER, time.time()) is None and not is_done(ckpt)
+    for path in (ckpt / "step-1" / "COMMITTED", ckpt / DONE_MARKER):
+        path.unlink()
+        path.touch()
+    assert committed_tree(ckpt, MARKER, time.time()) is not None and is_done(ckpt)
 
 
 def test_rename_mode_takes_the_newest_final_names(tmp_path: Path) -> None:
