@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from placement.advert import MAX_IMAGES, Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import cannot_ever, explain
-from placement.filters import SHORT, ImageOffer, image_refusal, lacks_image
+from placement.filters import SHORT, ImageOffer, image_refusal, lacks_image, refusals
 from placement.ranking import rank_nodes
 from placement.request import Request
 from placement.zones import homes, zones
@@ -18,6 +18,7 @@ from tests.placement.test_placement import JOB, NODES, advert
 A, B = b"a" * 32, b"b" * 32
 BY_HASH = Request(JOB, 0, "user", image="tool", image_id=A)
 BY_NAME = Request(JOB, 0, "user", image="tool")
+OF_USER = Request(JOB, 0, "user", image="@bob/image tool", image_id=A)
 HAS = {"image_list": True, "image_ids": (A[:SHORT],)}
 FETCHES = {"image_list": True, "image_fetches": (A[:SHORT],)}
 
@@ -40,6 +41,7 @@ def node(number: int, **changes: object) -> Advert:
         (BY_HASH, {**HAS, "image_denials": ("tool",)}, "its owner denies image tool (`mesh image deny`)"),
         (BY_HASH, {**HAS, "image_denials": (A[:SHORT].hex(),)}, "its owner denies image tool"),
         (BY_HASH, {**HAS, "image_denials": (B[:SHORT].hex(), "jax")}, None),
+        (OF_USER, {"image_list": True}, "has it, or its owner does not run images of that user"),
         (BY_NAME, {"images": ("tool",)}, None),
         (BY_NAME, {"images": ("tool",), "image_list": True}, None),
         (BY_NAME, {}, "has no image tool"),
@@ -66,12 +68,23 @@ def test_node_with_image_ranks_first(kinds: list[tuple[str, int]], attempt: int)
     request = msgspec.structs.replace(BY_HASH, attempt=attempt)
     by_node = {one.node: one for one in adverts}
     for ranking in (rank_nodes(request, adverts), rank_nodes(request, adverts, homes(zones(adverts, {})))):
-        order = [lacks_image(request, by_node[candidate.node]) for candidate in ranking.candidates]
+        order = [by_node[candidate.node].image_ids != HAS["image_ids"] for candidate in ranking.candidates]
         assert order == sorted(order)
         assert len(order) == sum(kind != "neither" for kind, _ in kinds)
     flat = rank_nodes(request, adverts)
     for other in list(permutations(adverts))[:6]:
         assert rank_nodes(request, other) == flat
+
+
+def test_node_lacks_an_image_that_it_can_fetch() -> None:
+    assert [lacks_image(BY_HASH, node(0, **state)) for state in (HAS, FETCHES, {})] == [False, True, True]
+    assert not lacks_image(BY_NAME, node(0))
+
+
+def test_all_reasons_against_an_image_are_told() -> None:
+    saved = msgspec.structs.replace(BY_HASH, system=True)
+    reasons = refusals(saved, node(0, image_list=True))
+    assert len(reasons) == 2 and "not on this node" in reasons[0] and "makes no system checkpoints" in reasons[1]
 
 
 def test_preferred_node_ranks_before_node_with_image() -> None:

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from hashlib import blake2b
 from math import log2
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from placement.advert import (
     horizon_of,
 )
 from placement.allocation import all_free, allocate
-from placement.decision import cannot_ever, decide, explain, replay, replica_order, witness_order
+from placement.decision import RULE, cannot_ever, decide, explain, replay, replica_order, witness_order
 from placement.filters import engine_for, refusals
 from placement.ranking import rank_nodes
 from placement.rendezvous import FRACTION_BITS, draws, lane, negative_log2, rank
@@ -238,6 +239,28 @@ def test_job_runs_on_the_nodes_that_it_names_and_on_no_others() -> None:
 def test_owner_runs_own_jobs_without_sandbox() -> None:
     request = Request(job=JOB, attempt=0, user="owner")
     assert rank_nodes(request, [advert(NODES[0], own_only=("process",), accepts=())]).candidates
+
+
+def test_engine_for_its_owner_alone_is_no_others_by_name() -> None:
+    own = advert(NODES[0], own_only=("process",))
+    for request in (Request(JOB, 0, "ada"), Request(JOB, 0, "ada", engine="process")):
+        assert engine_for(request, own) is None and "only its owner's jobs" in refusals(request, own)[0]
+    assert engine_for(Request(JOB, 0, "owner", engine="process"), own) == "process"
+
+
+def test_refusal_tells_of_the_gpus_of_the_requested_kind_alone() -> None:
+    small, large = Gpu("GPU-1", "T4", 1000, (7, 5)), Gpu("GPU-2", "A100", 8000, (8, 0))
+    node = advert(NODES[0], gpus=(small, large), driver=(550, 54))
+
+    def told(**asks: Any) -> str:
+        (reason,) = refusals(Request(JOB, 0, "ada", **{"gpus": 1, **asks}), node)
+        return reason
+
+    assert told(gpus=3) == "has 2 GPUs, 3 asked"
+    assert told(gpus=2, gpu_model="a100") == "has 1 GPUs called a100 (it has A100, T4), 2 asked"
+    assert told(gpu_model="t4", capability=(8, 0)).startswith("its GPUs have compute capability 7.5 at most, 8.0 on 1")
+    assert told(gpu_model="t4", vram_mib=2000) == "its GPUs have up to 1000 MiB, 2000 MiB on 1 asked"
+    assert told(driver=(550, 54)) == "0 of 2 fitting GPUs are free, 1 asked", "its driver is new enough"
 
 
 def test_image_runs_by_docker_else_by_apptainer() -> None:
@@ -521,3 +544,52 @@ def test_decision_lists_a_bounded_number_of_nodes() -> None:
     assert decision is not None and len(decision.order) == 4 and len(decision.declined) == 8
     assert NODES[0] not in [node for node, _, _ in decision.order] and decision.declined[0] == NODES[0]
     assert explain(Request(JOB, 0, "ada", nodes=9), ranking) == ["8 of the 9 nodes it needs could take it now"]
+
+
+def test_decision_is_replayed_by_the_same_rule_request_and_passed_nodes_alone() -> None:
+    request = Request(JOB, 0, "ada")
+    ranking = rank_nodes(request, [advert(node, version=7, weight=20) for node in NODES])
+    declined, kept = [NODES[6], NODES[5]], [NODES[7], NODES[4]]
+    decision = decide(request, ranking, declined, kept)
+    assert decision is not None and decision == decide(request, ranking, declined[::-1], kept[::-1])
+    assert (decision.rule, decision.declined, decision.kept) == (RULE, (NODES[5], NODES[6]), (NODES[4], NODES[7]))
+    assert {place[1:] for place in decision.order} == {(7, 20)}
+    assert decision.words == "by its advert 7, survival 20/64, before 3 named after it"
+    assert replay(decision, request, ranking)
+    for changes in ({"rule": RULE + 1}, {"kept": ()}, {"declined": ()}, {"attempt": 1}):
+        changed = replay(msgspec.structs.replace(decision, **changes), request, ranking)  # type: ignore[arg-type]
+        assert changed is ("kept" in changes), "which places were kept says nothing of this ranking"
+    later = msgspec.structs.replace(request, remaining_s=900)
+    assert rank_nodes(later, [advert(node, version=7, weight=20) for node in NODES]) == ranking
+    assert not replay(decision, later, ranking), "the decision was for another request"
+
+
+def test_nodes_closest_to_a_fit_are_explained() -> None:
+    request = Request(JOB, 0, "ada")
+    far = advert(NODES[0], nick="far", slots_free=0, paused=True)
+    near = [advert(node, nick=f"near{node[0]}", slots_free=0) for node in NODES[1:3]]
+    first, second = explain(request, rank_nodes(request, [far, *near]))
+    assert first.endswith("; near2: its only job slot is taken; and 1 more")
+    assert second == "near3: its only job slot is taken"
+    gang, full = msgspec.structs.replace(request, nodes=2), [advert(node, slots_free=0) for node in NODES[1:6]]
+    (told,) = explain(gang, rank_nodes(gang, [advert(NODES[0]), *full]))
+    assert told.count("its only job slot is taken") == 3
+    ranking = rank_nodes(request, [advert(node) for node in NODES])
+    assert explain(request, ranking) == [f"{ranking.candidates[0].nick} is first of 8 nodes that could run it"]
+    assert explain(gang, rank_nodes(gang, [advert(node) for node in NODES[:2]]))[0].endswith(
+        "of 2 nodes that could run it"
+    )
+
+
+def test_only_the_given_nodes_are_witnesses() -> None:
+    assert set(witness_order(JOB, [advert(node) for node in NODES], NODES[:3])) == set(NODES[:3])
+
+
+def test_copies_come_last_to_a_zone_that_holds_several() -> None:
+    adverts = [advert(node, zone="ab"[number % 2]) for number, node in enumerate(NODES)]
+    zones = {ad.node: ad.zone for ad in adverts}
+    holders = {NODES[0], NODES[2]}
+    order = replica_order(JOB, adverts, holders, 10, holders)
+    assert [zones[node] for node in order[:2]] == ["b", "b"] and set(order) == set(NODES) - holders
+    for most in range(1, 8):
+        assert replica_order(JOB, adverts, holders, 10, holders, most) == order[:most]
