@@ -114,11 +114,7 @@ def _part(text: str) -> list[tuple[int, int]]:
             raise HoursError(f"{text!r}: days after hours belong to another range: put a semicolon before {item!r}")
         else:
             days += _day_range(item, text)
-    return [
-        (day * DAY + begin, day * DAY + end)
-        for day in dict.fromkeys(days or range(7))
-        for begin, end in hours or [(0, DAY)]
-    ]
+    return [(day * DAY + begin, day * DAY + end) for day in days or range(7) for begin, end in hours or [(0, DAY)]]
 
 
 def _hours(item: str, text: str) -> tuple[int, int]:
@@ -178,9 +174,9 @@ def _whole(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _days(days: Sequence[int]) -> str:
-    """Format days with runs as Mon-Fri."""
+    """Format days, in order, with runs as Mon-Fri."""
     runs: list[list[int]] = []
-    for day in sorted(days):
+    for day in days:
         if runs and day == runs[-1][-1] + 1:
             runs[-1].append(day)
         else:

@@ -278,8 +278,11 @@ class Reclaimer:
 
     def on_attempt_ended(self, job: bytes, attempt: Attempt, reason: str) -> None:
         """Report an attempt that the owner sent away: by whom, why, and what is lost."""
-        guest = self._guests.pop(job, None)
-        if guest is None or guest.leave is None or guest.attempt is not attempt:
+        guest = self._guests.get(job)
+        if guest is None or guest.attempt is not attempt:
+            return
+        del self._guests[job]
+        if guest.leave is None:
             return
         lost = attempt.lost()
         words = f"by {self._owner}, the owner of {self._nick}: {guest.leave.why}"
@@ -297,7 +300,6 @@ class Reclaimer:
         times = ", ".join(f"{name} {ms:.0f} ms" for name, ms in stages.items())
         log.info("job %s: %s; from the order: %s", format_job(job)[:8], words, times)
         self._reclaimed({name: ms / 1e3 for name, ms in stages.items()})
-        self.departed.pop(job, None)
         while len(self.departed) >= DEPARTED_KEPT:
             self.departed.pop(next(iter(self.departed)))
         self.departed[job] = Gone(attempt.spec.user, attempt.spec.name, reason, lost, stages)

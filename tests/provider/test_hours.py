@@ -34,7 +34,13 @@ def at(day: str, time: str) -> int:
             ["Mon 07:59", "Mon 19:59", "Tue 08:00", "Sun 03:00"],
         ),
         ("Mon-Fri 20-08; Sat-Sun", ["Sat 12:00", "Sun 23:59"], ["Mon 00:00", "Mon 12:00"]),
-        ("Fri-Mon 22:30-6", ["Fri 22:30", "Mon 23:00", "Tue 05:59"], ["Fri 05:00", "Tue 22:30", "Fri 22:29"]),
+        (
+            "Fri-Mon 22:30-6",
+            ["Fri 22:30", "Mon 23:00", "Tue 05:59"],
+            ["Fri 05:00", "Tue 22:30", "Fri 22:29", "Mon 12:00"],
+        ),
+        ("Mon 8-20, 9-10", ["Mon 08:00", "Mon 19:59"], ["Mon 07:59", "Mon 20:00"]),
+        ("Tue,Mon,Mon 8-9" + " " * 985, ["Mon 08:59", "Tue 08:00"], ["Wed 08:00", "Mon 09:00"]),
         ("Mon,Wed 12-13, 20-21", ["Mon 12:30", "Wed 20:30"], ["Tue 12:30", "Mon 13:00"]),
         ("20-08", [f"{day} 03:00" for day in DAYS], [f"{day} 12:00" for day in DAYS]),
         ("Sun 23-01", ["Sun 23:30", "Mon 00:59"], ["Mon 01:00", "Mon 23:30"]),
@@ -55,7 +61,11 @@ def test_hours_are_parsed(text: str, inside: list[str], outside: list[str]) -> N
     ("text", "words"),
     [
         ("", "no hours given"),
+        (" ; ", "no hours given"),
         ("Mon 20-20", "is empty"),
+        ("Mon 24-8", "is not a time of day"),
+        ("Mon 10-11:60", "is not a time of day"),
+        ("x" * 1001, "characters"),
         ("Mon 25-26", "is not a time of day"),
         ("Mon 10:60-11", "is not a time of day"),
         ("Montag 20-08", "'Montag' is not a day"),
@@ -131,3 +141,14 @@ def test_always_and_never_have_no_change() -> None:
     assert ALWAYS.changes_at(0.0, clock(BERLIN)) is NEVER.changes_at(0.0, clock(BERLIN)) is None
     assert (str(ALWAYS), str(NEVER), ALWAYS.longest, NEVER.longest) == ("always", "never", WEEK, 0)
     assert parse_hours("Sun 20-24; Mon 0-8").longest == 12 * 60 and parse_hours(["Mon", "Tue"]).longest == 2 * DAY
+    assert (
+        parse_hours(["never", "Sat"]) == parse_hours("Sat")
+        and str(parse_hours("Wed,Mon,Tue 8-9")) == "Mon-Wed 08:00-09:00"
+    )
+
+
+def test_change_is_told_to_the_minute() -> None:
+    monday = datetime(2026, 6, 1, 12, tzinfo=BERLIN).timestamp()
+    assert {parse_hours("Mon 13-14").changes_at(monday + s, clock(BERLIN)) for s in (0, 59, 3541, 3599)} == {
+        monday + 3600
+    }

@@ -20,8 +20,9 @@ from mesh.api.handlers.lending import LendingHandlers
 from mesh.api.requests import LendOrder, ReclaimOrder
 from mesh.gpus.guest_processes import Whereabouts
 from mesh.gpus.inventory import Inventory, Lending, Presence, keep_lending, load_lending
+from mesh.provider import owner as owner_module
 from mesh.provider.owner import STALE_S, Owner, works
-from mesh.provider.policy import Policy
+from mesh.provider.policy import MOST_BYTES, Policy
 from mesh.provider.presence import Memory, Seen, Stand
 from mesh.provider.presence_file import Moment, load_memories, save_memories
 from mesh.provider.reclaim import Leave
@@ -444,3 +445,254 @@ async def test_concurrent_callers_share_answer() -> None:
         await asyncio.sleep(0)
     asked[0].set_result(frozenset({7}))
     assert await asyncio.gather(*both) == [frozenset({7})] * 2 and len(asked) == 1
+
+
+async def test_policy_may_leave_guests_no_notice(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, lender())
+    watched.path.write_text("[reclaim]\nnotice = 0\npause = 20\n")
+    await watched.owner.look()
+    assert watched.owner.notice_s == 0.0 and watched.said == [], "a policy found at the start is no change"
+    leave = watched.owner._leave(Stand("vacate", ("keyboard",)))
+    assert (leave.notice, leave.pause) == (0.0, 20.0) and leave.reason.endswith(leave.why) and not leave.by_hand
+
+
+async def test_hours_are_those_of_the_wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monday = 1_800_000_000 - 1_800_000_000 % (7 * 86_400) + 4 * 86_400 + 12 * 3600
+    wall = SimpleNamespace(time=lambda: monday, localtime=time.gmtime, tzset=lambda: None)
+    monkeypatch.setattr(owner_module, "time", wall)
+    watched = Watched(tmp_path, lender())
+    watched.path.write_text("hours = 'Mon 11:00-12:30'")
+    await watched.owner.look()
+    assert watched.owner.stands[""].level == "lend" and watched.owner.opens_at() == monday + 1800
+    watched.path.write_text("hours = 'Mon 11:00-12:00'")
+    await watched.owner.look()
+    assert watched.inventory.presence == Presence("hours", monday + 7 * 86_400 - 3600)
+    assert (tmp_path / "presence.json").exists(), "a restart must know that guests were asked to leave"
+
+
+async def test_time_zone_that_changes_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as there:
+        there.setenv("TZ", "Test-5")
+        await Watched(tmp_path, lender()).owner.look()
+        assert owner_module.local_minute(3 * 86_400 + 61) - owner_module.local_minute(3 * 86_400) == 1
+        assert time.localtime(0).tm_hour == 5
+    time.tzset()
+
+
+async def test_look_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "LOOK_S", 0.0)
+    owner, looks = Watched(tmp_path, lender()).owner, asyncio.Queue[int]()
+
+    async def look() -> None:
+        looks.put_nowait(1)
+        raise OSError("no descriptor is free")
+
+    monkeypatch.setattr(owner, "look", look)
+    running = asyncio.create_task(owner.run())
+    async with asyncio.timeout(20):
+        for _ in range(2):
+            await looks.get()
+    running.cancel()
+
+
+async def test_owner_at_the_keyboard_is_remembered_over_a_restart(tmp_path: Path) -> None:
+    for typed_s in (0.0, None):  # the second run sees no keyboard yet
+        watched = Watched(tmp_path, lender())
+        watched.path.write_text("[keyboard]\nwatch = 'all'\n")
+        watched.owner.console.look = lambda *asked, typed=typed_s: typed  # type: ignore[assignment,misc,return-value]
+        await watched.owner.look()
+        assert watched.owner.stands[""].causes == ("keyboard",) and watched.inventory.presence == Presence("owner")
+
+
+@pytest.mark.parametrize("section", ["[keyboard]", "[keyboard]\nwatch = 'console'", "[load]"])
+async def test_what_a_policy_watches_is_seen_without_what_belongs_to_guests(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, asked, seen = Watched(tmp_path, lender()), list[tuple[Any, ...]](), list[Seen]()
+    owner, step = watched.owner, watched.owner._presence.step
+    monkeypatch.setattr(owner.console, "look", lambda *given: asked.append(given) or 3.0)
+    monkeypatch.setattr(owner._load, "look", lambda *given: asked.append(given) or 0.5)
+    monkeypatch.setattr(owner_module, "memory_wait", lambda *given: asked.append(given) or 7.0)
+    monkeypatch.setattr(owner_module, "descendants_of", lambda pid: {4711})
+    monkeypatch.setattr(owner._presence, "step", lambda what, now: seen.append(what) or step(what, now))
+    watched.path.write_text(section)
+    await owner.look()
+    if section == "[load]":
+        assert seen == [Seen({}, None, 0.5, 7.0, True)] and len(asked) == 2
+    else:
+        (given,) = asked
+        assert seen == [Seen({}, 3.0, None, None, True)] and given[0] == owner.policy.keyboard
+        assert given[1:3] == (pytest.approx(owner_module.boot_s(), abs=60), pytest.approx(time.time(), abs=60))
+    assert all((4711 in given[-1]) == ("console" not in section) for given in asked)
+    watched.path.write_text("")
+    await owner.look()
+    assert seen[1:] == [Seen({}, None, None, None, True)], "what is watched no more is not what was seen last"
+
+
+async def test_gpus_are_seen_for_less_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, seen = Watched(tmp_path, lender()), list[Seen]()
+    step = watched.owner._presence.step
+    monkeypatch.setattr(owner_module, "boot_s", lambda: 1000.0)
+    monkeypatch.setattr(watched.owner._presence, "step", lambda what, now: seen.append(what) or step(what, now))
+    for ago_s in (STALE_S, STALE_S - 1):
+        watched.owner._gpus_seen = (1000.0 - ago_s, {"GPU-aaaa": False})
+        await watched.owner.look()
+    assert [what.foreign for what in seen] == [{}, {"GPU-aaaa": False}]
+
+
+async def test_program_with_a_long_name_is_ignored_by_what_the_kernel_keeps_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, lender())
+    await watched.owner.look()
+    monkeypatch.setattr(owner_module, "name_of", lambda pid: "nvidia-persiste")
+    await watched.owner.on_gpus_seen({"GPU-aaaa": (GpuProcess(os.getpid(), 1),)})
+    assert watched.owner.programs == {"GPU-aaaa": []}
+    ended = GpuProcess(2**22 + 1, 1)
+    monkeypatch.undo()
+    await watched.owner.on_gpus_seen({"GPU-aaaa": (ended,)})
+    assert watched.owner.programs == {"GPU-aaaa": [(ended.pid, "?")]}
+
+
+async def test_memory_that_cannot_be_read_or_written_is_reported(tmp_path: Path) -> None:
+    place = tmp_path / "presence.json"
+    place.mkdir()
+    watched = Watched(tmp_path, lender())
+    await watched.owner.look()
+    assert "it is unknown whether the owner was present" in watched.said[0] and watched.owner._kept == ()
+    await watched.owner.on_gpus_seen({"GPU-aaaa": (GpuProcess(os.getpid(), 1),)})
+    assert "after a restart, the owner's presence is forgotten" in watched.problems["presence"]
+    place.rmdir()
+    await watched.owner.on_gpus_seen({"GPU-aaaa": ()})
+    assert place.is_file() and watched.problems == {}
+
+
+async def test_memory_is_written_once_for_each_change_of_a_second_or_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, saved = Watched(tmp_path, lender()).owner, list[tuple[Memory, ...]]()
+    await owner.look()
+    monkeypatch.setattr(owner_module, "save_memories", lambda path, memories, moment: saved.append(memories))
+    memory = Memory("", "keyboard", True, True, False, 990.0, None, 995.0)
+    for quiet_since, count in ((995.0, 1), (995.3, 1), (996.0, 2), (996.2, 2), (None, 3)):
+        now = (msgspec.structs.replace(memory, quiet_since=quiet_since),)
+        monkeypatch.setattr(owner._presence, "memories", lambda now=now: now)
+        await owner._keep()
+        assert len(saved) == count
+
+
+async def test_newer_memory_is_written_after_the_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, begun, gate = Watched(tmp_path, lender()).owner, list[Memory](), asyncio.Event()
+    await owner.look()
+
+    async def slow(save: object, path: Path, memories: tuple[Memory, ...], moment: Moment) -> None:
+        begun.extend(memories)
+        await gate.wait()
+
+    monkeypatch.setattr(asyncio, "to_thread", slow)
+    old = Memory("", "keyboard", True, True, False, 990.0, None, 995.0)
+    new = msgspec.structs.replace(old, vacating=True)
+    keeping = []
+    for memory in (old, new):
+        monkeypatch.setattr(owner._presence, "memories", lambda memory=memory: (memory,))
+        keeping.append(asyncio.create_task(owner._keep()))
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert begun == [old], "the newer one waits"
+    gate.set()
+    await asyncio.gather(*keeping)
+    assert begun == [old, new]
+
+
+async def test_whereabouts_of_a_guest_are_kept_as_long_as_it_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Watched(tmp_path, lender()).owner
+
+    class Attempt:
+        async def pids(self) -> frozenset[int]:
+            return frozenset({7})
+
+    attempt: Any = Attempt()
+    owner._jobs.attempts[b"j" * 16] = attempt
+    monkeypatch.setattr(owner_module, "descendants_of", lambda pid: {8})
+    assert await owner._ours() == {7, 8}
+    where = owner._whereabouts[attempt]
+
+    def fail(pid: int) -> set[int]:
+        raise OSError("no descriptor is free")
+
+    monkeypatch.setattr(owner_module, "descendants_of", fail)
+    assert await owner._ours() == {7, 8} and owner._whereabouts[attempt] is where
+    owner._jobs.attempts.clear()
+    assert await owner._ours() == {8} and not owner._whereabouts
+
+
+async def test_change_of_the_owners_presence_reaches_guests_then_events_then_the_advert(tmp_path: Path) -> None:
+    watched, looks = Watched(tmp_path, lender()), list[str]()
+    reclaimer: Any = SimpleNamespace(look=lambda stand_of, leave: looks.append(stand_of(("GPU-aaaa",)).level))
+    watched.owner._reclaimer = reclaimer
+    watched.path.write_text("[gpu]\nsuspend = '1h'\n")
+    await watched.owner.look()
+    me = {"GPU-aaaa": (GpuProcess(os.getpid(), 1),), "GPU-bbbb": ()}
+    await watched.owner.on_gpus_seen(me)
+    (said,) = watched.said
+    assert said.startswith("GPU-aaaa is not lent: ") and watched.changes == [Presence(gpus=frozenset({"GPU-aaaa"}))]
+    await watched.owner.on_gpus_seen(me)
+    watched.path.write_text("[gpu]\nsuspend = 0\n")
+    await watched.owner.look()
+    assert looks == ["lend", "suspend", "suspend", "vacate"]
+    assert [text for text in watched.said if "lent" in text] == [said], "it was said already"
+    assert len(watched.changes) == 1, "the advert says the same"
+
+
+async def test_owner_at_work_outside_the_hours_holds_the_machine(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, lender())
+    watched.path.write_text("hours = 'never'\n[keyboard]\n")
+    watched.owner.console.look = lambda *asked: None  # type: ignore[assignment,misc,return-value]
+    await watched.owner.look()
+    await watched.owner.on_gpus_seen({"GPU-aaaa": (GpuProcess(os.getpid(), 1),)})
+    assert watched.inventory.presence == Presence("hours", 0, frozenset({"GPU-aaaa"}))
+    assert any("nothing on this machine shows keyboard use" in text for text in watched.owner.warnings())
+    watched.owner.console.look = lambda *asked: 0.0  # type: ignore[assignment,misc,return-value]
+    await watched.owner.look()
+    assert watched.inventory.presence == Presence("owner", 0, frozenset({"GPU-aaaa"}))
+    assert not any("keyboard" in text for text in watched.owner.warnings())
+
+
+async def test_warnings_hold_for_this_machine_and_policy_alone(tmp_path: Path) -> None:
+    def inventory(gpus: tuple[Gpu, ...], slots: int, **lending: Any) -> Inventory:
+        return Inventory(
+            NODE, "n", "o", b"o" * 32, "", gpus, slots, ("*",), (), Lending(**{"lending": True, **lending}), 0
+        )
+
+    assert Watched(tmp_path, inventory(GPUS, 0, withheld=("GPU-aaaa",))).owner.warnings() == []
+    assert Watched(tmp_path, inventory(GPUS, 1, withheld=("GPU-aaaa", "GPU-bbbb"))).owner.warnings() == []
+    for gpus, warned in ((GPUS, True), ((), False)):
+        watched = Watched(tmp_path, inventory(gpus, 1))
+        watched.owner._guard.audit_problem = "no driver"  # type: ignore[misc]
+        assert watched.owner.warnings() == ["the owner's programs on a GPU are not seen: no driver"] * warned
+    watched = Watched(tmp_path, inventory(GPUS, 1, lending=False))
+    watched.owner._guard.audit_problem = "no driver"  # type: ignore[misc]
+    watched.path.write_text("hours = '20-08'\n[gpu]\nwatch = false\n")
+    await watched.owner.read()
+    assert watched.owner.warnings() == ["hours are set, and nothing is lent in them: `mesh lend`"]
+
+
+async def test_policy_is_read_again_for_another_file_alone(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, lender())
+    watched.path.write_text("[reclaim]\nnotice = 7\n")
+    await watched.owner.read()
+    seen = watched.path.stat()
+    (tmp_path / "new").write_text("[reclaim]\nnotice = 8\n")
+    os.utime(tmp_path / "new", ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    (tmp_path / "new").rename(watched.path)
+    await watched.owner.read()
+    assert watched.owner.notice_s == 8.0, "a copy may have the same size and time"
+    watched.path.write_text("[reclaim]\nnotice = 9\n" + "#" * MOST_BYTES)
+    await watched.owner.read()
+    assert "more than" in watched.problems["policy"] and watched.owner.notice_s == 8.0
+
+
+def test_graphics_at_the_limit_is_work() -> None:
+    assert works(GpuProcess(1, 100, owner_module.DRAWS_BUSY, computes=False))

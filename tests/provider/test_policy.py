@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.provider.hours import ALWAYS, parse_hours
-from mesh.provider.policy import Clocks, Policy, PolicyError, never_lends, read_policy, with_hours
+from mesh.provider.policy import MOST_BYTES, Clocks, Policy, PolicyError, never_lends, read_policy, with_hours
 
 WHOLE = """
 # what my students must not break
@@ -82,6 +82,8 @@ def test_empty_policy_watches_gpu_only() -> None:
         ("[load]\nmemory_wait = 100.5", r"load.memory_wait: 100.5 is not a percentage"),
         ("[load]\nmemory_wait = nan", r"load.memory_wait: nan is not a percentage"),
         ("[reclaim]\npause = true", r"reclaim.pause: expected"),
+        ("[reclaim]\npause = '5x'", r"reclaim.pause: '5x' is not a duration"),
+        ("[gpu]\nidle = '31d'", r"gpu.idle: 31d is not a duration of 0 to 30d"),
         ("[reclaim", r"at end of document"),
         ("x" * 70_000, r"more than"),
         ("hours = " + "[" * 5000, r"."),
@@ -123,7 +125,12 @@ def test_multi_line_hours_are_refused() -> None:
     [
         ("hours = 'never'", "never lends: hours is never"),
         ("hours = 'Sat 1-3'\n[calendar]\nidle = '2h'", "calendar.idle is 2h, and hours are never longer than 2h"),
+        (
+            "hours = 'Sat 1-3; Sun 1-3'\n[calendar]\nidle = '2h'",
+            "calendar.idle is 2h, and hours are never longer than 2h",
+        ),
         ("[load]\nabove = 0", "load.above is 0"),
+        ("[keyboard]\nidle = '7d'", "keyboard.idle is 7d"),
         ("[keyboard]\nidle = '8d'", "keyboard.idle is 8d"),
         ("[keyboard]\nsuspend = '1m'", "stopped guests never resume in place"),
         ("[load]\nmemory_wait = 5\nidle = '8d'", "load.idle is 8d"),
@@ -132,6 +139,10 @@ def test_multi_line_hours_are_refused() -> None:
 def test_policy_without_lending_is_warned_about(text: str, words: str) -> None:
     (told,) = never_lends(read_policy(text))
     assert words in told
+
+
+def test_load_that_counts_from_none_on_is_watched() -> None:
+    assert len(never_lends(read_policy("[load]\nabove = 0\nidle = '8d'"))) == 2
 
 
 def test_unwatched_source_is_not_warned_about() -> None:
@@ -143,3 +154,34 @@ def test_guest_that_resumes_or_whose_machine_is_idle_before_it_is_sent_away_is_n
     for suspend, resume, idle, warned in ((5, 4, 9, False), (5, 5, 9, True), (5, 9, 4, False), (0, 9, 9, False)):
         text = f"[gpu]\nsuspend = '{suspend}m'\nresume = '{resume}m'\nidle = '{idle}m'"
         assert bool(never_lends(read_policy(text))) is warned, text
+
+
+def test_settings_may_reach_their_bounds() -> None:
+    text = "[gpu]\nidle = '30d'\nignore = []\n[load]\nmemory_wait = 100\n#"
+    policy = read_policy(text + "#" * (MOST_BYTES - len(text)))
+    assert (policy.gpu_clocks.idle, policy.memory_wait, policy.ignore) == (30 * 86_400, 100, ())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('hours = "Sat"\n', 'hours = "Sun 00:00-24:00"\n'),
+        ('"hours" = "Sat"\n  [gpu]\nidle = 1\n', 'hours = "Sun 00:00-24:00"\n  [gpu]\nidle = 1\n'),
+        (
+            '[gpu]\nignore = ["""\nhours = 1\n"""]\n',
+            'hours = "Sun 00:00-24:00"\n[gpu]\nignore = ["""\nhours = 1\n"""]\n',
+        ),
+        (
+            '  [gpu]\nignore = ["""\nhours = 1\n"""]\n',
+            'hours = "Sun 00:00-24:00"\n  [gpu]\nignore = ["""\nhours = 1\n"""]\n',
+        ),
+    ],
+)
+def test_line_of_the_hours_alone_is_replaced(before: str, after: str) -> None:
+    assert with_hours(before, ("Sun",)) == after
+    assert with_hours(after, ("always",)) == after.partition("\n")[2]
+
+
+def test_hours_that_would_change_another_setting_are_refused() -> None:
+    with pytest.raises(PolicyError, match="edit the file instead"):
+        with_hours('gpu = { ignore = ["""\nhours = 1\n"""] }\n', ("Sun",))

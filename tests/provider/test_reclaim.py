@@ -296,7 +296,7 @@ async def test_order_to_leave_that_failed_is_carried_out_at_the_next_look(monkey
     settle, world.departure_planner.settle = world.departure_planner.settle, fails
     await world.look(VACATE, LATER)
     await world.look(VACATE, LATER)
-    assert not world.vacated
+    assert not world.vacated and not world.attempts[JOB].held, "it has had no notice"
     world.departure_planner.settle = settle
     await world.look(LEND, LATER)
     await world.look(LEND, LATER)
@@ -311,6 +311,8 @@ async def test_guest_whose_memory_comes_back_with_an_error_is_killed() -> None:
         raise RuntimeError("driver")
 
     world.resume = broken  # type: ignore[method-assign]
+    await world.look(LEND)
+    assert world.attempts[JOB].held == SUSPEND_GPU.why, "it does not run without its memory"
     await world.look(VACATE, LATER)
     assert not world.vacated and world.killed == [(f"the owner is back; {NOT_BACK}", (JOB,))]
 
@@ -443,3 +445,164 @@ async def test_departure_that_loses_nothing_says_so() -> None:
     await world.look(VACATE)
     world.ends(JOB)
     assert world.events[-1][2].endswith("typing; nothing is lost")
+
+
+async def test_guest_is_stopped_for_the_owner_of_its_own_gpus() -> None:
+    world = World(JOB, OTHER)
+    world.attempts[OTHER].portions = [SimpleNamespace(uuid="GPU-2"), SimpleNamespace(uuid="GPU-3")]
+    world.reclaimer.look(lambda uuids: SUSPEND if "GPU-3" in uuids else LEND, lambda stand: SOON)
+    await world.settle()
+    assert world.attempts[OTHER].held and not world.attempts[JOB].held
+
+
+async def test_guest_is_asked_once_by_looks_that_follow_at_once() -> None:
+    world = World(JOB)
+    for _ in range(2):
+        world.reclaimer.look(lambda uuids: VACATE, lambda stand: LATER)
+    await world.settle()
+    assert len(world.vacated) == 1
+
+
+async def test_order_by_hand_that_is_being_carried_out_is_not_given_again() -> None:
+    world, gate = await held_up()
+    order = asyncio.create_task(world.reclaimer.leave([JOB], LATER))
+    await world.settle()
+    await world.look(SUSPEND_GPU, LATER)
+    gate.set()
+    assert await order == [JOB] and len(world.vacated) == 1
+
+
+@pytest.mark.parametrize(("takes_s", "left_s"), [(20.0, 40.0), (70.0, 0.0)])
+async def test_time_in_which_its_memory_comes_back_is_part_of_the_notice(
+    takes_s: float, left_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, gate = await held_up()
+    clock(world, monkeypatch)
+    first = asyncio.create_task(world.reclaimer.leave([JOB], LATER))
+    await world.settle()
+    world.now += takes_s
+    second = asyncio.create_task(world.reclaimer.leave([JOB], LATER))
+    await world.settle()
+    gate.set()
+    await asyncio.gather(first, second)
+    told = [seconds for seconds, *_ in world.vacated]
+    assert told == [left_s + LATER.pause] * (2 if left_s else 1), "from the first order on"
+
+
+async def test_guest_without_notice_is_killed_if_its_memory_is_slow_to_come_back() -> None:
+    world, gate = await held_up()
+    await world.look(VACATE, SOON)
+    assert world.killed == [(f"the owner is back; {NOT_BACK}", (JOB,))] and not world.vacated
+    gate.set()
+
+
+async def test_kill_tells_of_the_order_that_came_first_and_goes_on_without_its_caller() -> None:
+    world, gate = World(JOB), asyncio.Event()
+    kill = world.kill
+
+    async def slow(reason: str, jobs: Sequence[bytes] | None) -> list[bytes]:
+        await gate.wait()
+        return await kill(reason, jobs)
+
+    world.kill = slow  # type: ignore[method-assign]
+    killing = asyncio.create_task(world.reclaimer.kill([JOB], "killed", "by hand"))
+    await world.settle()
+    await world.look(VACATE, LATER)
+    assert not world.vacated, "it is not asked to leave as well"
+    killing.cancel()
+    await asyncio.gather(killing, return_exceptions=True)
+    gate.set()
+    await world.settle()
+    assert world.killed == [("killed", (JOB,))]
+    world.ends(JOB)
+    assert "node1: by hand" in world.events[-1][2]
+    world = World(JOB)
+    await world.look(VACATE, LATER)
+    await world.reclaimer.kill([JOB], "killed", "by hand")
+    world.ends(JOB)
+    assert "node1: typing" in world.events[-1][2]
+
+
+async def test_order_to_leave_ends_with_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(JOB, guarded=True)
+    clock(world, monkeypatch)
+    await world.look(VACATE, LATER)
+    old = world.reclaimer._guests[JOB]
+    world.ends(JOB)
+    world.attempts[JOB] = Attempt()
+    await world.look(LEND)
+    world.now += LATER.notice + LATER.pause + 1
+    world.reclaimer._see_to_leaving(JOB, old, LATER)
+    world.reclaimer._see_that_it_left(JOB, old, LATER)
+    await world.settle()
+    assert not world.guarded and not world.killed and not world.attempts[JOB].held
+
+
+async def test_end_of_an_earlier_attempt_leaves_the_one_that_runs_alone() -> None:
+    world = World(JOB)
+    await world.look(VACATE, LATER)
+    old: Any = world.attempts[JOB]
+    world.attempts[JOB] = Attempt()
+    await world.look(SUSPEND)
+    world.reclaimer.on_attempt_ended(JOB, old, VACATED)
+    await world.look(LEND)
+    assert not world.attempts[JOB].held, "it is known that it was stopped"
+    await world.look(VACATE, LATER)
+    world.reclaimer.on_attempt_ended(JOB, old, VACATED)
+    assert not world.reclaimer.departed and not world.times
+
+
+async def test_memory_is_freed_in_the_pause_after_the_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(JOB, guarded=True)
+    clock(world, monkeypatch)
+    await world.look(VACATE, LATER)
+    world.now += LATER.notice + 1
+    await world.look(VACATE, LATER)
+    assert world.guarded == ["closed", "paused"] and world.attempts[JOB].held
+
+
+async def test_memory_is_not_freed_while_it_comes_back() -> None:
+    world, gate = World(JOB, guarded=True), asyncio.Event()
+
+    async def slow(tenant: Any, by: str) -> str:
+        await gate.wait()
+        return ""
+
+    await world.look(SUSPEND)
+    world.tenants[format_job(JOB)].closed_by.add("presence")
+    world.resume = slow  # type: ignore[method-assign]
+    await world.look(LEND)
+    await world.look(SUSPEND_GPU)
+    assert world.guarded == ["closed"] and not world.attempts[JOB].held
+    gate.set()
+
+
+async def test_gate_that_the_owner_does_not_hold_is_not_opened_for_them() -> None:
+    world = World(JOB, guarded=True)
+    await world.look(SUSPEND)
+    world.tenants[format_job(JOB)].closed_by.add("recall")
+    await world.look(LEND)
+    assert world.guarded == ["closed"] and world.states() == ["suspended", "goes on"]
+
+
+async def test_guest_that_is_let_go_meanwhile_is_waited_for_no_longer() -> None:
+    world = World(JOB)
+    attempt = world.attempts[JOB]
+    attempt.still_after = module.STILL_LOOKS
+    await world.look(SUSPEND)
+    work = world.reclaimer._guests[JOB].work
+    assert work is not None and not work.done(), "it still moves"
+    attempt.hold("")
+    await world.settle()
+    assert work.done()
+
+
+async def test_time_that_a_guest_stood_is_counted_from_its_last_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(JOB)
+    clock(world, monkeypatch)
+    await world.look(SUSPEND)
+    stages = world.attempts[JOB].stages
+    stages["paused"] = world.now + 5
+    world.now += 8
+    await world.look(LEND)
+    assert stages == {} and world.events[-1][2] == "it was stopped for 3.0 s"
