@@ -126,8 +126,7 @@ def rank_nodes(request: Request, adverts: Collection[Advert], homes: Mapping[byt
     refused = tiers.pop(_REFUSED, [])
     if exclude:
         refused += [advert for tier in tiers.values() for advert in tier if advert.node in exclude]
-        kept = {grade: [advert for advert in tier if advert.node not in exclude] for grade, tier in tiers.items()}
-        tiers = {grade: tier for grade, tier in kept.items() if tier}
+        tiers = {grade: [advert for advert in tier if advert.node not in exclude] for grade, tier in tiers.items()}
     if not request.gpus:
         tiers = _uncrowded(tiers, adverts)
     if homes is not None:
@@ -163,7 +162,7 @@ def _grade(request: Request, advert: Advert) -> int:
     if refusals(request if not request.exclude else msgspec.structs.replace(request, exclude=()), advert):
         grade = _REFUSED
     else:
-        grade = _FAR | (_LACKS if lacks_image(request, advert) else 0) | min(_stranded(request, advert), _CROWDED - 1)
+        grade = _FAR | (_LACKS if lacks_image(request, advert) else 0) | _stranded(request, advert)
     if len(advert.grades) >= MAX_SHAPES:
         advert.grades.clear()
     advert.grades[request.shape] = grade
@@ -186,8 +185,7 @@ def _uncrowded(tiers: Tiers, offers: Collection[Advert]) -> Tiers:
     split: Tiers = {}
     for grade, tier in tiers.items():
         crowded = [advert for advert in tier if advert.load > most]
-        if len(crowded) < len(tier):
-            split[grade] = [advert for advert in tier if advert.load <= most] if crowded else tier
+        split[grade] = [advert for advert in tier if advert.load <= most] if crowded else tier
         if crowded:
             split[grade | _CROWDED] = crowded
     return split
@@ -222,8 +220,7 @@ def _wished(request: Request, tiers: Tiers) -> Tiers:
     for grade, tier in tiers.items():
         some = [(grade, advert) for advert in tier if advert.node in named]
         moved += some
-        if len(some) < len(tier):
-            changed[grade] = [advert for advert in tier if advert.node not in named] if some else tier
+        changed[grade] = [advert for advert in tier if advert.node not in named] if some else tier
     for grade, advert in moved:
         if advert.node == request.prefer:
             wished = _PREFERRED

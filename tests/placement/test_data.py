@@ -21,6 +21,10 @@ def test_weight_falls_with_missing_bytes_down_to_a_bound() -> None:
     assert weights[0] == MAX_WEIGHT and weights == sorted(weights, reverse=True) and weights[2] < MAX_WEIGHT
     assert weights[-1] == MAX_WEIGHT - MAX_WEIGHT // 8
     assert with_data(MAX_WEIGHT, asked(10**6), has) == MAX_WEIGHT and with_data(1, asked(10**6), lacks) == 1
+    assert with_data(20, asked(2**31 - 1), lacks) == 17, "an eighth, rounded up"
+    assert with_data(MAX_WEIGHT, asked(90_000, remaining_s=9000), lacks) == 59, "900 of 9900 seconds go into fetching"
+    assert with_data(1, asked(10**6, remaining_s=0), lacks) == 1
+    assert with_data(MAX_WEIGHT, asked(0, remaining_s=0), lacks) == MAX_WEIGHT
     assert (missing_mib(asked(5), lacks), missing_mib(asked(5), has)) == (5, 0)
     several = (WantedData("one", ID, 5), WantedData("two", b"t" * 8, 7), WantedData("three", b"u" * 8, 9))
     wanted = Request(b"job", 0, "ada", data=(*several, WantedData("a directory", mib=11)))
@@ -51,3 +55,10 @@ def test_directory_that_is_offered_by_name_is_needed() -> None:
     offers = replace(make_advert(A), data_paths=("imagenet",))
     assert refusals(request, offers) == []
     assert refusals(request, make_advert(A)) == ["does not offer data set imagenet ([data] in its config.toml)"]
+
+
+def test_job_moves_from_a_node_that_lacks_the_data_to_a_better_one_that_has_them() -> None:
+    has = replace(make_advert(B), data_ids=(ID,), weight=48)
+    for weight, moves in ((41, True), (42, False)):
+        found = rank_nodes(asked(2**31 - 1), [replace(make_advert(A), weight=weight), has]).settle(A)
+        assert found is not None and (found.node == B) is moves

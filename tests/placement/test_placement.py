@@ -404,6 +404,7 @@ def test_place_of_a_job_or_why_it_waits_is_explained() -> None:
         (plain, [alone, advert(NODES[2], nick="lab")], r"(desk|lab) is first of 2 nodes that could run it"),
         (two, [alone, full], r"1 of the 2 nodes it needs could take it now \(den: its only job slot is taken\)"),
         (model, [alone], r"no node can run it now \(2 GPUs, H200, 900 MiB each\); desk: has 0 GPUs, 2 asked"),
+        (Request(JOB, 0, "ada", image="tool"), [alone], r"no node can run it now \(one slot, image tool\); desk: .*"),
         (plain, [full, advert(NODES[2], nick="lab", slots_free=0)], r"no node .* \(one slot\); .* taken; and 1 more"),
     ):
         assert re.fullmatch(words, explain(request, rank_nodes(request, adverts))[0]), words
@@ -535,6 +536,12 @@ def test_submission_is_refused_only_for_what_idle_nodes_lack() -> None:
     many = [advert(node) for node in NODES[:5]]
     told = cannot_ever(Request(JOB, 0, "ada", cpus=99), many) or ""
     assert told.count("lends at most 4 CPUs") == 3 and told.endswith("; and 2 more")
+    assert "more" not in (cannot_ever(Request(JOB, 0, "ada", cpus=99), many[:3]) or "more")
+    image = Request(JOB, 0, "ada", image="tool", image_id=b"i" * 32)
+    told = cannot_ever(image, [msgspec.structs.replace(one, engines=("docker",)) for one in many]) or ""
+    assert told.startswith("no lending node can run image tool (") and told.count("not on this node") == 3
+    machines = [advert(NODES[0]), advert(NODES[1], gpus=(gpu(1, 1000),))]
+    assert "the largest, n2, has 1" in (cannot_ever(Request(JOB, 0, "ada", gpus=2), machines) or "")
     assert cannot_ever(Request(JOB, 0, "ada", cpus=99, on=(NODES[7],)), many) is None
 
 
@@ -589,7 +596,8 @@ def test_copies_come_last_to_a_zone_that_holds_several() -> None:
     adverts = [advert(node, zone="ab"[number % 2]) for number, node in enumerate(NODES)]
     zones = {ad.node: ad.zone for ad in adverts}
     holders = {NODES[0], NODES[2]}
-    order = replica_order(JOB, adverts, holders, 10, holders)
-    assert [zones[node] for node in order[:2]] == ["b", "b"] and set(order) == set(NODES) - holders
-    for most in range(1, 8):
-        assert replica_order(JOB, adverts, holders, 10, holders, most) == order[:most]
+    for job in (b"%d" % number for number in range(20)):
+        order = replica_order(job, adverts, holders, 10, holders)
+        assert [zones[node] for node in order[:2]] == ["b", "b"] and set(order) == set(NODES) - holders
+        for most in range(1, 8):
+            assert replica_order(job, adverts, holders, 10, holders, most) == order[:most]

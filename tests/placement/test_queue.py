@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from placement.advert import WHOLE, Advert, Gpu, Portion
 from placement.allocation import all_free, gpu_percent
 from placement.queue import MAX_PRIORITY, Patience, Queue, Waiting, decayed, fair_points, mean_of
+from placement.ranking import rank_nodes
 from placement.request import Request
 from tests.consensus.worlds import A, B, C, make_advert
 
@@ -71,6 +72,12 @@ def test_user_without_usage_leads_by_up_to_twenty_points() -> None:
         assert order(greedy, waiting("modest", waited_s=5), usage={"bob": 300, "ada": 0, "eve": 0})[0] == first
 
 
+def test_user_who_has_run_nothing_leads_over_one_with_usage() -> None:
+    for priority, first in ((60, "new"), (61, "used")):
+        used = waiting("used", user="bob", priority=priority)
+        assert order(used, waiting("new", waited_s=5), usage={"bob": 100})[0] == first, "twenty points against ten"
+
+
 def test_usage_decays_by_halves() -> None:
     four, slot, share = gpu_percent(4, WHOLE), gpu_percent(0, WHOLE), gpu_percent(2, 15)
     week_s = 7 * 24 * 3600
@@ -118,6 +125,20 @@ def test_job_without_a_fitting_place_blocks_no_other_job() -> None:
     mine = waiting("mine")
     for hopeless in (waiting("zone", priority=100, zone="atlantis"), waiting("gpus", priority=100, gpus=8)):
         assert left(mine, [hopeless], slots(A, 1)) == [A]
+
+
+def test_job_that_failed_on_a_node_hides_no_job_of_its_kind() -> None:
+    failed, other = waiting("failed", priority=100, exclude=(A,)), waiting("other", priority=90)
+    assert left(waiting("mine"), [failed, other], slots(A, 1)) == [], "the other one takes the place"
+
+
+def test_places_are_assigned_by_the_given_ranking() -> None:
+    adverts = [slots(A, 1), slots(B, 1)]
+    for there in adverts:
+        queue = Queue(
+            [waiting("first")], {}, adverts, NOW, ranked=lambda request, free, one=there: rank_nodes(request, [one])
+        )
+        assert queue.kept == {(b"first", there.node)}
 
 
 def test_gang_without_enough_nodes_takes_no_place_from_a_job_on_one() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement import ranking
 from placement.advert import HORIZONS_S, HOUR, MAX_WEIGHT, Advert, Gpu
 from placement.allocation import all_free, reserve
 from placement.ranking import rank_nodes
@@ -132,7 +133,10 @@ def test_ranking_uses_weight_for_remaining_run_time() -> None:
     short = [order(request(job, remaining_s=900), [night, steady])[0] for job in range(100)]
     long = [order(request(job, remaining_s=36_000), [night, steady])[0] for job in range(100)]
     assert set(long) == {NODES[1]} and short.count(NODES[0]) > 60
-    assert rank_nodes(request(remaining_s=3600), [night]).first(1)[0].weight == night.weights[HOUR]
+    for remaining_s, index in ((900, 0), (3600, HOUR), (36_000, 6)):
+        assert rank_nodes(request(remaining_s=remaining_s), [night]).first(1)[0].weight == night.weights[index]
+    stays = rank_nodes(request(remaining_s=36_000), [night, advert(NODES[1], weight=20)]).settle(NODES[0])
+    assert stays is not None and stays.node == NODES[1], "the first one would leave before the end"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,7 @@ def test_settle_keeps_incumbent_unless_another_is_much_better() -> None:
     assert settle(20, 33) == NODES[1]
     assert settle(60, 1, prefer=NODES[1]) == NODES[1] == settle(60, 1, avoid=(NODES[0],))
     assert settle(20, 60, avoid=NODES[:2]) == NODES[1]
+    assert {settle(20, weight, avoid=NODES[:2]) for weight in range(1, 33)} == {NODES[0]}, "the other is no better"
     excluded = rank_nodes(request(), [advert(NODES[0], weight=60), advert(NODES[1], weight=60)])
     for node, other in (NODES[:2], NODES[1::-1]):
         found = excluded.settle(node, but=(node,))
@@ -185,6 +190,73 @@ def test_grades_in_an_advert_are_bounded() -> None:
     for vram_mib in range(192):
         rank_nodes(request(gpus=1, vram_mib=vram_mib), [machine])
         assert 1 <= len(machine.grades) <= 64
+
+
+def machine(node: bytes, gpus: int, free: int, **changes: object) -> Advert:
+    """Return a node with so many GPUs, of which some are free."""
+    there = tuple(Gpu(f"{node[0]}-{n}", "fake", 1000) for n in range(gpus))
+    return advert(node, gpus=there, free_portions=all_free(there)[:free], **changes)
+
+
+def test_rankings_with_other_refusals_differ() -> None:
+    one, other = advert(NODES[0]), advert(NODES[1], lending=False)
+    assert rank_nodes(request(), [one, other]) != rank_nodes(request(), [one])
+
+
+def test_grade_is_computed_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rank_nodes(request(1), [advert(NODES[0])])
+    adverts = [advert(NODES[0])]
+    rank_nodes(request(0), adverts)
+    monkeypatch.setattr(ranking, "_grade", None)
+    assert rank_nodes(request(1), adverts) == found
+
+
+def test_slots_in_use_are_nothing_to_a_job_with_gpus() -> None:
+    busy, idle = machine(NODES[0], 1, 1, slots=4, slots_free=0), machine(NODES[1], 2, 2, slots=40, slots_free=40)
+    assert order(request(gpus=1), [busy, idle]) == [busy.node, idle.node], "it leaves no GPU over"
+
+
+def test_share_goes_where_it_splits_the_fewest_gpus() -> None:
+    split = machine(NODES[0], 3, 3, guards=True)
+    split = reserve(split, request(gpus=1, gpu_share=50, vram_mib=500))
+    whole = machine(NODES[1], 1, 1, guards=True, weight=64)
+    for job in range(20):
+        assert order(request(job, gpus=1, gpu_share=30, vram_mib=300), [split, whole])[0] == split.node
+
+
+def test_nodes_that_a_request_names_come_first_or_last() -> None:
+    adverts = [advert(node) for node in NODES]
+    for job in range(10):
+        first = order(request(job, near=(NODES[3],)), adverts)
+        assert first[0] == NODES[3], "it has the last checkpoint"
+        wished = order(request(job, prefer=NODES[1], near=(NODES[3],), avoid=(NODES[5],)), adverts)
+        assert wished[:2] == [NODES[1], NODES[3]] and wished[-1] == NODES[5]
+        assert order(request(job, near=(NODES[3],), avoid=(NODES[3],)), adverts)[-1] == NODES[3]
+        few, many = machine(NODES[0], 4, 4), machine(NODES[1], 1, 1)
+        assert order(request(job, gpus=1, near=NODES[:2]), [few, many]) == [many.node, few.node]
+
+
+def test_zones_come_before_nodes_by_the_weights_of_all_that_fit() -> None:
+    adverts = [
+        machine(node, gpus, gpus, zone=zone, weight=weight)
+        for node, gpus, zone, weight in zip(
+            NODES, (1, 4, 1, 4, 1, 4), ("a", "a", "b", "b", "c", "c"), (60, 1, 2, 40, 8, 20), strict=False
+        )
+    ]
+    homes = {ad.node: ad.zone for ad in adverts}
+    for job in range(60):
+        asked = request(job, gpus=1)
+        weights = {"a": 61, "b": 42, "c": 28}
+        ranked = rank(asked.key + b"zone", [(name.encode(), weight) for name, weight in weights.items()])
+        zones = [name.decode() for name, _ in ranked]
+        found = [candidate.node for candidate in rank_nodes(asked, adverts, homes).candidates]
+        assert [homes[node] for node in found] == [zone for zone in zones for _ in range(2)]
+        assert [NODES.index(node) % 2 for node in found] == [0, 1] * 3, "in each zone the fewest GPUs left over first"
+        for wish, place in (("prefer", 0), ("near", 0), ("avoid", -1)):
+            for node in NODES[:6]:
+                named = request(job, gpus=1, **{wish: node if wish == "prefer" else (node,)})
+                assert rank_nodes(named, adverts, homes).candidates[place].node == node, "whatever its zone"
+        assert rank_nodes(asked, adverts, {}) == rank_nodes(asked, adverts), "nodes without a zone are in one"
 
 
 PROGRAM = """
