@@ -184,6 +184,68 @@ async def test_promised_room_is_kept_until_it_is_used(here: Here, monkeypatch: p
     await here.make_room(SIZE, "a second one")
 
 
+async def test_room_on_the_disk_is_promised_to_one_of_two_that_ask_at_once(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, refused = SimpleNamespace(free=space_module.LEAST_FREE + 3 * SIZE), asyncio.Event()
+    monkeypatch.setattr(space_module.shutil, "disk_usage", lambda path: free)
+    here.holdings.store.quota_bytes = 9 * SIZE
+
+    async def ask() -> None:
+        try:
+            async with here.space.room(2 * SIZE, "more", NEW):
+                async with asyncio.timeout(60):
+                    await refused.wait()
+        except FetchFailed:
+            refused.set()
+            raise
+
+    one, two = await asyncio.gather(ask(), ask(), return_exceptions=True)
+    assert [one, two].count(None) == 1
+
+
+async def test_room_ends_at_the_quota_less_what_stays(here: Here) -> None:
+    here.holdings.pin(here.add("kept"), True)
+    left = QUOTA - here.holdings.used_bytes()
+    await here.make_room(left, "more")
+    with pytest.raises(FetchFailed, match="are needed; of the"):
+        async with here.space.room(left + 1, "more", NEW):
+            pass
+
+
+async def test_set_that_may_go_leaves_the_rest_of_its_room_alone(here: Here) -> None:
+    one = here.add("one")
+    here.add("stays")
+    here.holdings.pin(b"stays".ljust(32, b"."), True)
+    here.answers = {one: PINNED}
+    with pytest.raises(FetchFailed, match="are needed; of the"):
+        async with here.space.room(5 * SIZE // 2, "more", NEW):
+            pass
+
+
+async def test_unused_space_is_found_before_anything_is_evicted(here: Here) -> None:
+    one, two = here.add("one", used_ago_s=50), here.add("two")
+    here.answers = {one: PINNED, two: PINNED}
+    more = QUOTA - here.holdings.used_bytes() + 1
+    async with here.space.arrival(more, "a part", NEW):
+        assert here.holdings.held == {two} and here.asked == [one], "no more goes than must"
+    async with here.space.arrival(QUOTA - here.holdings.used_bytes(), "a part", NEW):
+        assert here.holdings.held == {two}
+    with pytest.raises(FetchFailed, match="nothing goes for this one"):
+        async with here.space.arrival(QUOTA, "a part", b"c" * 32):
+            pass
+    assert here.holdings.held == {two}
+
+
+async def test_eviction_that_frees_nothing_is_not_repeated(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.answers = {here.add(name, size=SIZE // 2): PINNED for name in "abcd"}
+    monkeypatch.setattr(here.holdings.store, "free", lambda now, packs: None)  # other sets rely on its packs
+    with pytest.raises(FetchFailed, match="are needed; of the"):
+        async with here.space.arrival(2 * SIZE, "a part", NEW):
+            pass
+    assert here.gone == 2, "one, and one more after what was unpinned a moment ago"
+
+
 async def test_unpacked_files_go_before_data_sets(here: Here) -> None:
     one = here.add("one")
     root = here.known[one].root
