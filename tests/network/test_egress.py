@@ -32,7 +32,7 @@ class Iptables:
         verb, *rest = words[3:]
         self.calls.append(verb)
         done = not self.fails(words[3:]) and self._do(verb, *rest)
-        return SimpleNamespace(returncode=0 if done else 4, stdout=self._listed(), stderr="")
+        return SimpleNamespace(returncode=0 if done else 1, stdout=self._listed(), stderr="")
 
     def _do(self, verb: str, chain: str = "", *rule: str) -> bool:
         there, words = self.chains.get(chain), list(rule)
@@ -115,7 +115,7 @@ def test_nothing_is_left_of_a_bridge_that_is_opened(tables: Iptables) -> None:
 def test_bridge_that_cannot_be_shut_is_refused_and_leaves_nothing(tables: Iptables, at: int) -> None:
     firewall, before = Firewall(LIST, TAG), str(tables.chains)
     tables.fails = lambda words: words[0] in {"-N", "-A", "-I"} and len(tables.calls) == at + 1
-    with pytest.raises(EgressError, match=r"iptables -[NAI] .*: 4"):
+    with pytest.raises(EgressError, match=r"iptables -[NAI] .*: 1"):
         firewall.shut("m1")
     assert str(tables.chains) == before and firewall.bridges == frozenset()
 
@@ -159,7 +159,7 @@ def test_rules_of_an_earlier_run_of_this_node_are_swept(tables: Iptables, monkey
 def test_what_keeps_a_policy_from_being_enforced_is_told(tables: Iptables, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Firewall(LIST, TAG).problem() == ""
     del tables.chains["DOCKER-USER"]
-    assert Firewall(LIST, TAG).problem() == "iptables -S DOCKER-USER: 4"
+    assert Firewall(LIST, TAG).problem() == "iptables -S DOCKER-USER: 1"
     assert Firewall(Policy(), TAG).problem() == "", "no network needs no rules"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "is not installed" in Firewall(LIST, TAG).problem() and Firewall(Policy(), TAG).problem() == ""

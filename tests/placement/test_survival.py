@@ -2,7 +2,7 @@
 
 import sys
 from itertools import islice, pairwise
-from math import exp
+from math import exp, inf, log2
 from random import Random
 
 import pytest
@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.forecast.evaluation import CLIMATOLOGY, CONSTANT, OURS, WEEKLY, evaluate
+from placement.advert import HORIZONS_S
 from placement.calibration import LEAST_THETA, MOST_THETA, Frailty
-from placement.factors import AGE_EDGES_S, HALF_LIFE_S, REBASE, Factor
-from placement.survival import BASE_EVENTS, BASE_HOURS, Estimator, Survival, ZoneHistory, weight
+from placement.factors import AGE_EDGES_S, HALF_LIFE_S, REBASE, SHARE_HALF_LIFE_S, Factor, share_level
+from placement.survival import BASE_EVENTS, BASE_HOURS, MOST_S, Estimator, Survival, ZoneHistory, weight
 from tests.placement.campuses import DAY_S, campus
 
 A, B, C = b"a", b"b", b"c"
@@ -408,3 +409,126 @@ def test_counts_halve_in_half_life() -> None:
     before = estimator.ages.events[4] / estimator.scale
     estimator.record_lent(B, MONDAY + HOUR_S + HALF_LIFE_S)
     assert estimator.ages.events[4] / estimator.scale == pytest.approx(before / 2, rel=1e-6) and before > 0
+
+
+def test_usual_share_of_a_zone_follows_what_was_lent_until_now() -> None:
+    zone = ZoneHistory(0.0)
+    assert zone.level == share_level(1.0, 1.0)
+    zone.observe(4, 8, 0.0)
+    assert (zone.usual, zone.share) == (0.5, 0.5), "the first share is the usual one"
+    zone.observe(8, 8, SHARE_HALF_LIFE_S)
+    assert (zone.usual, zone.share) == (0.5, 1.0), "a share counts for the time until the next"
+    zone.observe(2, 8, 2 * SHARE_HALF_LIFE_S)
+    assert (zone.usual, zone.share) == (0.75, 0.25) and zone.level == share_level(0.25, 0.75)
+    zone.observe(8, 8, 0.0)
+    assert (zone.usual, zone.at) == (0.75, 2 * SHARE_HALF_LIFE_S), "a clock that is set back changes no mean"
+    zone.observe(0, 0, 3 * SHARE_HALF_LIFE_S)
+    assert zone.share == 0.0 and zone.usual == 0.875
+
+
+def test_reports_in_any_order_count_each_hour_once() -> None:
+    estimator, now = Estimator(MONDAY), MONDAY + DAY_S
+    estimator.record_lent(A, now, now + HOUR_S)
+    assert estimator.nodes[A].since == now, "no stay begins later than now"
+    estimator.record_lent(A, now + HOUR_S)
+    estimator.record_lent(A, now)
+    assert estimator.nodes[A].seen == now + HOUR_S
+    estimator.record_lent(A, now + 2 * HOUR_S)
+    counted = estimator.hours_lent
+    assert counted / estimator.scale == pytest.approx(2, rel=0.01)
+    estimator.record_end(A, now + HOUR_S)  # a report that comes late
+    known = estimator.nodes[A]
+    assert (known.since, known.seen, known.due) == (None, now + 2 * HOUR_S, inf) and estimator.hours_lent == counted
+    estimator.record_end(A, now + 3 * HOUR_S)
+    assert known.seen == now + 2 * HOUR_S, "it had ended"
+    estimator.record_lent(B, now, now - 6 * HOUR_S)
+    assert estimator.nodes[B].since == now - 6 * HOUR_S
+    estimator.record_end(B, now + HOUR_S, reclaimed=False)
+    assert estimator.nodes[B].seen == now + HOUR_S
+
+
+def test_stay_of_years_counts_as_a_bounded_one() -> None:
+    estimator = Estimator(MONDAY)
+    estimator.record_lent(A, MONDAY)
+    estimator.record_lent(A, MONDAY + 2000 * DAY_S)
+    assert estimator.hours_lent / estimator.scale == pytest.approx(MOST_S / HOUR_S)
+
+
+def test_nodes_and_zones_that_are_gone_are_forgotten() -> None:
+    estimator = Estimator(MONDAY)
+    estimator.record_lent(A, MONDAY, zone="lab")
+    estimator.record_lent(B, MONDAY, zone="hall")
+    estimator.add_node(A, estimator.zone("office", MONDAY), MONDAY)
+    estimator.drop_empty_zones()
+    assert set(estimator.zones) == {"hall", "office"}
+    estimator.forget(B)
+    estimator.forget(B)
+    estimator.drop_empty_zones()
+    assert set(estimator.nodes) == {A} and set(estimator.zones) == {"office"}
+
+
+def test_clock_that_is_set_back_moves_all_times() -> None:
+    estimator = Estimator(MONDAY)
+    later, now = MONDAY + 10 * DAY_S, MONDAY - DAY_S
+    estimator.record_lent(A, later, zone="lab")
+    estimator.record_lent(A, later + HOUR_S)
+    estimator.zones["lab"].observe(1, 1, later)
+    estimator.record_lent(B, later)
+    estimator.record_end(B, later)
+    estimator.turn_back(now)
+    known, zone = estimator.nodes[A], estimator.zones["lab"]
+    assert (known.since, known.seen, known.own.at, known.due) == (now, now, now, inf)
+    assert (zone.at, zone.recent.at, estimator.nodes[B].since) == (now, now, None)
+    assert estimator.scale > 1
+    estimator.record_lent(A, now)
+    assert estimator.scale == 1.0, "counts of now weigh one again"
+    before = estimator.ages.rates[4]
+    estimator.ages.events[4] += 10
+    estimator.record_lent(A, now + 1.5 * HOUR_S)
+    assert estimator.ages.rates[4] > before, "rates are computed again in an hour"
+
+
+def test_weight_until_the_owner_returns_is_the_least() -> None:
+    estimator, now = Estimator(MONDAY), MONDAY + DAY_S
+    free = estimator.advert_weights(A, now)
+    until = now + HORIZONS_S[2]
+    assert estimator.advert_weights(A, now, until) == (*free[:3], *[1] * (len(free) - 3)) and min(free) > 1
+    assert estimator.window(now, -5.0).end == now
+    assert [weight(probability) for probability in (0.0, 0.01, 0.04, 0.5, 1.0)] == [1, 1, 4, 32, 64]
+
+
+def test_counts_of_other_nodes_are_pooled_and_narrow_the_interval() -> None:
+    estimator = Estimator(MONDAY)
+    lived(estimator, A, MONDAY, 10 * HOUR_S)
+    own, spread = estimator.events / estimator.scale, estimator._variance(A, MONDAY)
+    counts = [([0.0] * len(factor.events), [0.0] * len(factor.events)) for factor in estimator.common]
+    estimator.adopt((30.0, 60.0, 90.0), counts)
+    at_risk, lent = estimator.hours_at_risk / estimator.scale, estimator.hours_lent / estimator.scale
+    assert estimator.rate == pytest.approx((own + 30 + BASE_EVENTS) / (at_risk + 60 + BASE_HOURS))
+    assert estimator.mean == pytest.approx((own + 30 + BASE_EVENTS) / (lent + 90 + BASE_HOURS))
+    assert estimator._variance(A, MONDAY) == pytest.approx(
+        spread - 1 / (own + BASE_EVENTS) + 1 / (own + 30 + BASE_EVENTS)
+    )
+    assert estimator._variance(B, MONDAY) > estimator._variance(A, MONDAY), "nothing is known of it"
+
+
+def test_counts_are_the_same_after_they_are_rescaled() -> None:
+    years_s = HALF_LIFE_S * (log2(REBASE) + 1)
+    near, far = Estimator(MONDAY + years_s), Estimator(MONDAY)
+    for estimator in (near, far):
+        estimator.events = estimator.hours_at_risk = estimator.hours_lent = 0.0
+        lived(estimator, A, MONDAY + years_s, 10 * HOUR_S)
+        lived(estimator, A, MONDAY + years_s + DAY_S, 10 * HOUR_S)
+    assert far.scale == pytest.approx(near.scale)
+    for name in ("events", "hours_at_risk", "hours_lent", "rate", "mean"):
+        assert getattr(far, name) == pytest.approx(getattr(near, name))
+
+
+def test_departures_of_a_node_that_is_not_of_the_campus_teach_the_campus_nothing() -> None:
+    estimator = Estimator(MONDAY)
+    estimator.add_node(A, estimator.zone("", MONDAY), MONDAY).campus = False
+    value = estimator.frailty.value
+    for number in range(20):
+        lived(estimator, A, MONDAY + number * DAY_S, 10 * HOUR_S)
+    assert estimator.events == estimator.hours_lent == 0.0 and estimator.rate == BASE_EVENTS / BASE_HOURS
+    assert estimator.frailty.value == value and estimator.nodes[A].own.events > 1
