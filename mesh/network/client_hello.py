@@ -42,7 +42,7 @@ class HelloReader:
             if self._message[0] != CLIENT_HELLO:
                 raise HelloRefused("no ClientHello")
             whole = MESSAGE_HEAD + int.from_bytes(self._message[1:MESSAGE_HEAD])
-            if len(self._message) > max(whole, MESSAGE_HEAD):
+            if len(self._message) > whole:
                 raise HelloRefused("more than a ClientHello in its record")
             if len(self._message) == whole:
                 return _server_name(bytes(self._message[MESSAGE_HEAD:]))

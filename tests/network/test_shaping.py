@@ -139,6 +139,8 @@ def test_rates_of_a_gigabit_link() -> None:
     }
     for words in made:
         assert words[words.index("ceil") + 1] == "980000000bit" and words[words.index("quantum") + 1] == "60000"
+        assert words[words.index("cburst") + 1] == "188036b", "64 KiB, and a millisecond of its rate"
+    assert {words[words.index("burst") + 1] for words in made} == {"160586b", "90536b", "66761b"}
     assert reserved(1e6, 1e9) == pytest.approx(8.48e6) and reserved(math.inf, 1e9) == pytest.approx(0.49e9)
 
 
