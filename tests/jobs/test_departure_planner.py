@@ -11,6 +11,8 @@ from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.reports import VacateWanted
 from mesh.jobs.departure_planner import DeparturePlanner
 from mesh.model.record import JobRecord
+from placement.allocation import gpu_percent
+from placement.destination import HORIZON_S, worth
 from placement.request import Request
 from tests.consensus.worlds import JOB, A, B, C, make_advert, make_spec, make_view
 
@@ -155,3 +157,39 @@ def test_gang_has_no_destination() -> None:
     world.runners[JOB] = runner(nodes=2)
     world.planner.settle([JOB], 30.0)
     assert world.place(JOB) is None and not world.notes
+
+
+def test_plan_is_made_from_what_the_guest_would_lose_and_who_has_the_rest() -> None:
+    world = World(JOB)
+    commit: Any = SimpleNamespace(holders=(B,))
+    world.runners[JOB].record = msgspec.structs.replace(JobRecord(), commit=commit)
+    world.attempts[JOB] = SimpleNamespace(
+        writer=SimpleNamespace(last_save=(700, 2.5), state_bytes=9000),
+        lost=lambda: SimpleNamespace(seconds=60.0),
+        save_schedule=SimpleNamespace(next=SimpleNamespace(interval_s=77.0)),
+    )
+    planner: Any = world.planner
+    planner._standby_sync.holders = lambda job, of: frozenset({C} if of is commit else ())
+    planner._policy = lambda job: ReplicaPolicy(0, 0, (C, B))
+    ((guest,), _) = planner.plan([JOB], 30.0)
+    spec = world.runners[JOB].spec
+    assert guest.value == worth(60.0, gpu_percent(spec.gpus, spec.gpu_share), spec.priority) > 0
+    assert (guest.ready_s, guest.difference, guest.state, guest.horizon_s) == (2.5, 700, 9000, 77.0)
+    assert (guest.holders, guest.keepers, guest.standby) == ({B, C}, (C, B), B)
+    world.attempts[JOB].writer.last_save = None
+    world.attempts[JOB].save_schedule.next = None
+    ((guest,), _) = planner.plan([JOB], 30.0)
+    assert (guest.ready_s, guest.difference, guest.horizon_s) == (0.0, 9000, HORIZON_S), (
+        "all is new, and nothing is known"
+    )
+
+
+def test_slower_path_to_its_standby_makes_a_transfer_longer() -> None:
+    near, far = b"1" * 16, b"2" * 16
+    world = World(near, far)
+    planner: Any = world.planner
+    for job, standby in ((near, B), (far, C)):
+        world.attempts[job] = SimpleNamespace(writer=SimpleNamespace(state_bytes=1 << 30))
+        world.runners[job].next_placement.standby = standby
+    planner.path = lambda node: SimpleNamespace(bps=1e9 if node == B else 1e6)
+    assert planner.slowest_first([near, far]) == [far, near]
