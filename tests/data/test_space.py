@@ -13,7 +13,7 @@ import pytest
 
 from ckptstore.dataset_adder import Adder
 from mesh.data import space as space_module
-from mesh.data.eviction import LACKS, PINNED, UNPINNED_S, WHOLE
+from mesh.data.eviction import LACKS, PINNED, UNPINNED_S, WHOLE, keepers
 from mesh.data.holdings import Holdings
 from mesh.data.manifest import DataManifest, FetchFailed
 from mesh.data.space import REMOVAL_S, Space
@@ -308,6 +308,20 @@ async def test_files_leave_inodes_free_and_unused_ones_go_first(here: Here, monk
     disk.f_files = 0
     async with here.space.room(1, "files", NEW, 1 << 20):
         pass
+    monkeypatch.setattr(space_module.os, "statvfs", lambda path: SimpleNamespace(f_files=1, f_favail=0))
+    async with here.space.room(1, "bytes", NEW):
+        assert trees[1].exists(), "no files, no inodes"
+
+
+async def test_files_of_the_longest_unused_set_go_first(here: Here) -> None:
+    old, new = here.add("old", used_ago_s=50, size=1000), here.add("new", size=1000)
+    trees = {}
+    for identity in (new, old):
+        root = here.known[identity].root
+        assert root is not None
+        trees[identity] = here.holdings.store.make_tree(identity, root)
+    assert await here.space._drop_one_tree()
+    assert trees[new].exists() and not trees[old].exists()
 
 
 async def test_node_answers_for_what_it_has_whole(here: Here) -> None:
@@ -315,10 +329,15 @@ async def test_node_answers_for_what_it_has_whole(here: Here) -> None:
     assert here.space.held_answer(one) == WHOLE and here.space.held_answer(b"?" * 32) == LACKS
     here.holdings.pin(one, True)
     assert here.space.held_answer(one) == PINNED
+    here.holdings.damaged.add(one)
+    assert here.space.held_answer(one) == LACKS, "others must not rely on it"
 
 
-@pytest.mark.parametrize(("answer", "last"), [(WHOLE, False), (PINNED, False), (LACKS, True), (b"maybe", True)])
-async def test_last_copy_is_one_that_no_other_node_confirms(here: Here, answer: bytes, last: bool) -> None:
+@pytest.mark.parametrize(
+    ("answer", "last"),
+    [(WHOLE, False), (PINNED, False), (LACKS, True), (b"maybe", True), (PeerError("it is off"), True)],
+)
+async def test_last_copy_is_one_that_no_other_node_confirms(here: Here, answer: bytes | PeerError, last: bool) -> None:
     one = here.add("one")
     assert await here.space.is_last_copy(one), "nobody says that they have it"
     here.answers = {one: answer}
@@ -365,3 +384,38 @@ async def test_older_version_that_a_guest_gets_while_another_is_dropped_stays(
     go_on.set()
     await tidying
     assert here.holdings.held == {used} and here.holdings.store.held() == [used]
+
+
+async def test_few_holders_are_asked_those_that_come_before_this_node_first(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, nodes, asked = here.add("one"), [bytes([number]) * 32 for number in range(40)], list[bytes]()
+
+    async def ask(node: bytes, identity: bytes) -> bytes:
+        asked.append(node)
+        return LACKS
+
+    monkeypatch.setattr(here.space, "_ask_held", ask)
+    here.space._directory.holders = lambda identity: nodes  # type: ignore[method-assign]
+    before = keepers(one, ME, nodes)
+    assert not await here.space._is_kept_elsewhere(one)
+    assert asked == [*before, *(node for node in nodes if node not in before)][: space_module.ASKED]
+    asked.clear()
+    assert await here.space.is_last_copy(one) and len(asked) == space_module.ASKED
+
+
+async def test_set_that_was_removed_while_a_guest_used_it_goes_in_time(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, removal, freed = here.add("one"), b"r" * 32, list[float]()
+    here.known[removal] = DataManifest(1, "one", "ada", ADA, b"chain", 2, int(time.time()), None, 0)
+    here.space._directory.newest_of = lambda key: removal  # type: ignore[method-assign]
+    here.holdings.used[one] += 1
+    await here.space.tidy()
+    assert here.holdings.held == {one}
+    here.holdings.used[one] -= 1
+    await here.space.tidy()
+    assert not here.holdings.held
+    monkeypatch.setattr(here.holdings.store, "free", freed.append)
+    await here.space.tidy()
+    assert len(freed) == 1, "what no set needs goes, too"
