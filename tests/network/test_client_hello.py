@@ -83,7 +83,9 @@ NAMED = (SERVER_NAME, server_name(b"a.example"))
         (b"\x17" + hello(b"a.example")[1:], "no TLS"),
         (b"\x16\x02" + hello(b"a.example")[2:], "no TLS"),
         (b"\x16\x03\x01\0\0" + hello(b"a.example"), "no TLS"),
+        (records(message([(SERVER_NAME, block(2, b"\0" + (90).to_bytes(2) + b"a.example"))])), "cut off"),
         (b"GET / HTTP/1.1\r\n\r\n", "no TLS"),
+        (b"GET /", "no TLS"),
     ],
     ids=lambda part: part.replace(" ", "-") if isinstance(part, str) else "",
 )
@@ -93,7 +95,8 @@ def test_what_hides_a_name_is_refused(data: bytes, reason: str) -> None:
 
 
 def test_endless_hello_is_refused_at_its_bound() -> None:
-    assert HelloReader().feed(records(huge := message([NAMED], ciphers=30_000))[:MOST_BYTES]) is None
+    huge = message([NAMED], ciphers=30_000)
+    assert HelloReader().feed(records(huge)[:MOST_BYTES]) is None
     reader, given_bytes = HelloReader(), 0
     with pytest.raises(HelloRefused, match=f"within {MOST_BYTES} bytes"):
         for at in range(0, len(huge), 8):
