@@ -205,7 +205,8 @@ def show_group(ctx: click.Context, name: str, as_json: bool) -> None:
     if as_json:
         print_json(row)
         return
-    say(f"{row['name']} since {time.strftime('%Y-%m-%d %H:%M', time.localtime(row['changed_unix']))}")
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed_unix"]))
+    say(f"{row['name']} since {since}, as set on {row['changed_on']}")
     say(f"  members: {', '.join(row['members'])}")
     say(f"  data sets: {', '.join(row['data']) or 'none'}")
 

@@ -243,7 +243,8 @@ def test_files_of_a_data_set_are_listed_where_they_are(daemon: Daemon) -> None:
 
 
 def test_groups_of_readers(daemon: Daemon) -> None:
-    row = {"name": "ada/vision", "members": ["bob", "eve"], "changed_unix": 0, "mine": True, "data": []}
+    row: dict[str, Any] = {"name": "ada/vision", "members": ["bob", "eve"], "mine": True, "data": []}
+    row |= {"changed_unix": 0, "changed_on": "desk"}
     answer = {"groups": [row]}
     done = run(daemon, "data group set vision bob eve", answer)
     assert daemon.asked == [("/v1/data/groups", {"name": "vision", "members": ["bob", "eve"]})]
@@ -256,7 +257,7 @@ def test_groups_of_readers(daemon: Daemon) -> None:
     assert json.loads(run(daemon, "data group ls --json", answer).stdout)["groups"] == [row]
     done = run(daemon, "data group show bob/vision", answer)
     assert daemon.asked == [("/v1/data/groups?name=bob%2Fvision",)]
-    assert "members: bob, eve" in done.stdout and "data sets: none" in done.stdout
+    assert "set on desk" in done.stdout and "members: bob, eve" in done.stdout and "data sets: none" in done.stdout
     assert json.loads(run(daemon, "data group show vision --json", answer).stdout)["members"] == ["bob", "eve"]
     done = run(daemon, "data group rm vision", {"groups": []})
     assert daemon.asked == [("/v1/data/groups", {"name": "vision", "members": []})]

@@ -11,6 +11,7 @@ import pytest
 
 from membership.envelope import seal
 from membership.identity import Identity
+from mesh.api.handlers.data import DataHandlers
 from mesh.data.library import DataLibrary
 from mesh.data.manifest import (
     GROUP,
@@ -163,6 +164,15 @@ async def test_old_group_is_no_removal(node: Node) -> None:
     await node.library.space.tidy()
     assert data_id(sealed) in node.library.holdings.held
     assert await node.tidies() == {data_id(sealed)} and node.group("vision") == manifest
+
+
+async def test_group_says_on_which_node_it_was_changed_last(node: Node) -> None:
+    """Of two changes that did not know each other, the later one holds: the user of the other sees where it was made."""
+    await node.library.set_group("vision", (node.user(BOB),))
+    node.hears_group(BOB, "vision", ADA)
+    membership = node.library._membership
+    found = await DataHandlers(ADA.node_id, node.mesh.trust, membership, node.library).groups("")
+    assert [(one.name, one.changed_on) for one in found.groups] == [("ada/vision", "desk"), ("bob/vision", "bobs")]
 
 
 async def test_group_without_members_removes_no_data_set_of_its_name(node: Node) -> None:

@@ -223,6 +223,7 @@ class DataHandlers:
                 name=f"{one.user}/{one.name.removeprefix(GROUP)}",
                 members=[reader.name for reader in one.readers],
                 changed_unix=one.created_unix,
+                changed_on=self._trust.read_chain(one.chain).nick,
                 mine=one.user_key == self._membership.credentials.user_key,
                 data=data.get(one.key, []),
             )

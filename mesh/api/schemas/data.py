@@ -78,11 +78,14 @@ class DataWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of users. `name`: `USER/NAME`; `mine`: it is of this node's user; `data`: the data sets that name it."""
+    """A group of users. `name`: `USER/NAME`; `changed_on`: the node that signed its newest version; `mine`: it is of this node's
+    user; `data`: the data sets that name it.
+    """
 
     name: str
     members: list[str]
     changed_unix: int
+    changed_on: str
     mine: bool
     data: list[str]
 
