@@ -18,7 +18,7 @@ from membership.identity import NodeId
 from mesh.rpc.memory import HELD
 from mesh.rpc.pacing import Cargo, Lane, Wire
 
-SLICE_BYTES = 1 << 20  # in one write
+SLICE_BYTES = 256 << 10  # in one write: of 1 MiB, it costs a sender an eighth more (own measurement)
 IDLE_S = 20.0  # a stream without data for this long is broken
 
 STALL_S, STALL_BYTES = 30.0, 64 * 1024  # a peer that sends less in this time is taken for gone (own choice)
