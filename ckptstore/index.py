@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptstore.errors import CorruptChunk, DiskFull, StoreError
-from ckptstore.pack import HEADER_BYTES, Location, is_foreign, scan_pack
+from ckptstore.pack import HEADER_BYTES, Location, blocks, is_foreign, scan_pack
 from ckptstore.tables import open_cache
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 ADD = """
 INSERT INTO chunks VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE
 SET pack = excluded.pack, offset = excluded.offset, length = excluded.length, base = excluded.base
@@ -86,7 +86,7 @@ class Index(IndexReader):
     def add(self, pack: str, locations: dict[bytes, Location], foreign: bool) -> None:
         rows = [(identity, where.pack, where.offset, where.length, where.base) for identity, where in locations.items()]
         with self._table() as table:
-            table.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [pack, foreign])
+            table.execute("INSERT OR REPLACE INTO packs VALUES (?, ?, ?)", [pack, foreign, self._blocks_of(pack)])
             table.executemany(ADD, rows)
 
     def move(self, old: str, new: str, locations: dict[bytes, Location], foreign: bool) -> None:
@@ -95,7 +95,7 @@ class Index(IndexReader):
             (where.pack, where.offset, where.length, where.base, identity, old) for identity, where in locations.items()
         ]
         with self._table() as table:
-            table.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [new, foreign])
+            table.execute("INSERT OR REPLACE INTO packs VALUES (?, ?, ?)", [new, foreign, self._blocks_of(new)])
             table.executemany("UPDATE chunks SET pack=?, offset=?, length=?, base=? WHERE id=? AND pack=?", rows)
 
     def drop_pack(self, pack: str) -> None:
@@ -108,9 +108,15 @@ class Index(IndexReader):
         with self._table() as table:
             return table.execute("SELECT 1 FROM packs WHERE name = ?", [pack]).fetchone() is not None
 
-    def foreign_packs(self) -> list[str]:
+    def pack_bytes(self, foreign: bool) -> int:
+        """Return what the packs take, or only those of other users' jobs."""
         with self._table() as table:
-            return [name for (name,) in table.execute("SELECT name FROM packs WHERE foreign_user")]
+            query = "SELECT COALESCE(SUM(bytes), 0) FROM packs WHERE foreign_user OR NOT ?"
+            found: tuple[int] = table.execute(query, [foreign]).fetchone()
+        return found[0]
+
+    def _blocks_of(self, pack: str) -> int:
+        return blocks((self._packs / f"{pack}.pack").stat().st_size)
 
     def chunks_of(self, pack: str) -> dict[bytes, Location]:
         with self._table() as table:
@@ -159,7 +165,9 @@ def _connect(path: Path) -> sqlite3.Connection:
             id BLOB PRIMARY KEY, pack TEXT NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, base BLOB
         ) WITHOUT ROWID;
         CREATE INDEX IF NOT EXISTS by_pack ON chunks (pack);
-        CREATE TABLE IF NOT EXISTS packs (name TEXT PRIMARY KEY, foreign_user INTEGER NOT NULL) WITHOUT ROWID;
+        CREATE TABLE IF NOT EXISTS packs (
+            name TEXT PRIMARY KEY, foreign_user INTEGER NOT NULL, bytes INTEGER NOT NULL
+        ) WITHOUT ROWID;
         """
     )
     return connection

@@ -188,7 +188,8 @@ class ObjectStore(ObjectReader):
                     writer.publish()
                     path.rename(self.quarantine / path.name)
                     self.index.drop_pack(path.stem)
-                    self.index.add(writer.name, writer.locations, writer.foreign)
+                    if writer.locations:
+                        self.index.add(writer.name, writer.locations, writer.foreign)
             finally:
                 writer.abort()
 
@@ -256,19 +257,11 @@ class ObjectStore(ObjectReader):
             self.check_quota(incoming, foreign)
 
     def stored_bytes(self) -> int:
-        size = 0
-        for path in self.packs.glob("*.pack"):
-            with contextlib.suppress(FileNotFoundError):  # just collected
-                size += path.stat().st_size
-        return size
+        return self.index.pack_bytes(foreign=False)
 
     def foreign_bytes(self) -> int:
         """Return the bytes of packs that belong to other users' jobs."""
-        size = 0
-        for name in self.index.foreign_packs():
-            with contextlib.suppress(FileNotFoundError):
-                size += (self.packs / f"{name}.pack").stat().st_size
-        return size
+        return self.index.pack_bytes(foreign=True)
 
     def remaining_quota(self, foreign: bool = True) -> int | None:
         """Return the bytes that may still be stored here, by peers for other users if `foreign`; None if there is no quota."""

@@ -24,6 +24,7 @@ from ckptstore.errors import CorruptChunk, MissingKey
 
 PACK_MAGIC = b"MESHPACK\x00\x02"
 PACK_HEADER_BYTES = 16
+BLOCK_BYTES = 4096  # the least that a file counts for: a block and an inode of most file systems
 OBJECT_MAGIC = b"MOBJ"
 ID_BYTES = 32
 HEADER_BYTES = 104
@@ -65,6 +66,11 @@ class Location(msgspec.Struct, frozen=True):
     offset: int
     length: int
     base: bytes | None = None
+
+
+def blocks(size: int) -> int:
+    """Return what a file of this size takes of a disk."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def chunk_name(data: Bytes, cipher: StateCipher | None = None) -> Name:

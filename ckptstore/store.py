@@ -43,7 +43,7 @@ from ckptstore.manifest import (
 )
 from ckptstore.mappings import Processes, every_process
 from ckptstore.objects import ObjectStore
-from ckptstore.pack import UNREADABLE, PackWriter, sync_directory, write_at
+from ckptstore.pack import BLOCK_BYTES, UNREADABLE, PackWriter, blocks, sync_directory, write_at
 from ckptstore.receiver import Receiver
 from ckptstore.restorer import restore
 from ckptstore.tree_scan import Scan
@@ -53,8 +53,6 @@ THREADS = min(4, os.cpu_count() or 1)  # for reading, hashing and encoding; each
 KNOWN_MANIFESTS, KNOWN_BYTES = 1024, 64 << 20  # decoded manifests kept in memory, and what they take of it (own choice)
 WORKDIRS, WORKDIR_BYTES = 4096, 8 << 30  # of another user (own choice)
 WORKDIR_SHARE = 4  # at most a quarter of their quota (own choice)
-BLOCK_BYTES = 4096  # the least that a manifest or a restored file counts for: a block and an inode of most file systems
-
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +87,7 @@ class ManifestInfo(msgspec.Struct, frozen=True):
     @property
     def stored_bytes(self) -> int:
         """Return the bytes that the manifest itself takes of a quota: whole blocks."""
-        return _blocks(self.sealed_bytes)
+        return blocks(self.sealed_bytes)
 
 
 class RestoreReport(msgspec.Struct, frozen=True):
@@ -201,7 +199,7 @@ class Store(ObjectStore):
                 check_size(sealed)
                 with self.keeping:  # of two that fit only alone, one is kept
                     self.incoming.discard(writer)
-                    self.check_quota(writer.bytes_written + _blocks(len(sealed)))
+                    self.check_quota(writer.bytes_written + blocks(len(sealed)))
                     self.publish_pack(writer)
             except BaseException:
                 writer.abort()
@@ -369,7 +367,7 @@ class Store(ObjectStore):
         _, manifest = decode_manifest(sealed, self.unseal)
         if not self.has(manifest_id(sealed)):
             self.check_room()
-            self.check_quota(_blocks(len(sealed)), manifest.user != self.user)
+            self.check_quota(blocks(len(sealed)), manifest.user != self.user)
             if manifest.kind == "workdir" and manifest.user != self.user and fence != "ignore":
                 self._check_workdirs(manifest, len(sealed))
         return self._accept(sealed, manifest, fence)
@@ -382,7 +380,7 @@ class Store(ObjectStore):
         infos = [info for info in self.manifests() if (info.kind, info.user) == ("workdir", manifest.user)]
         quota = self.foreign_quota_bytes
         limit = WORKDIR_BYTES if quota is None else min(WORKDIR_BYTES, quota // WORKDIR_SHARE)
-        room = limit - _blocks(sealed_bytes) - sum(info.stored_bytes for info in infos)
+        room = limit - blocks(sealed_bytes) - sum(info.stored_bytes for info in infos)
         if len(infos) < WORKDIRS and room >= 0:
             if sum(manifest.lengths) + sum(info.chunk_bytes for info in infos) <= room:
                 return
@@ -508,7 +506,3 @@ class Store(ObjectStore):
             temporary.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
-
-
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK_BYTES) * BLOCK_BYTES

@@ -11,7 +11,8 @@ import msgspec
 
 from ckptstore.errors import DiskFull, FenceError, MissingChunks, NotFound, QuotaExceeded
 from ckptstore.manifest import Kind
-from ckptstore.store import BLOCK_BYTES, Fence, FenceUse, ManifestInfo
+from ckptstore.pack import BLOCK_BYTES
+from ckptstore.store import Fence, FenceUse, ManifestInfo
 
 
 class Saved(msgspec.Struct, frozen=True):
