@@ -697,9 +697,12 @@ class Runner:
         self.lease_until = 0.0
         code = self._exited.code if self._exited is not None else None
         self._amend_attempt(reason=self._ending, ended_unix_ms=at.unix_ms, seen_unix_ms=at.unix_ms, exit_code=code)
-        if self._outcome is not None:  # from now on the record stays as it is: witnesses believe no other of this end
+        if self._outcome is not None:
+            # From now on the record stays as it is: witnesses believe no other of this end. The lease stays with it, until they
+            # know that most have it; without one, any of them could have another end accepted in a later term.
             self._proposer.record = self.record.amended(outcome=self._outcome)
-        self._proposer.holder = None
+        else:
+            self._proposer.holder = None
         return [*disband, *self._propose(at), Left(self._ending)]
 
     def _blame_this_node(self) -> None:

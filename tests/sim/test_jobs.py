@@ -27,7 +27,7 @@ from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
 from mesh.jobs.authority import Authority
-from mesh.model.record import Config, JobRecord, Voter
+from mesh.model.record import Config, JobRecord, Outcome, Voter
 from mesh.model.spec import JobSpec, decode_spec
 from placement.advert import Advert
 from placement.ranking import Ranking, rank_nodes
@@ -48,7 +48,7 @@ from sim.protocol.faults import (
 )
 from sim.protocol.guests import Guest
 from sim.protocol.job_checkers import OneGroup, SignedSpec, all_job_checkers
-from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
+from sim.protocol.jobs import LIE, JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease, StepsInLease
 from sim.protocol.membership import MembershipNode, Violation
@@ -157,6 +157,37 @@ def test_guests_keep_their_lease_on_a_slow_partitioned_network(seed: int) -> Non
     world = checked(seed, faults=SLOW, mesh=mesh)
     world.run()
     assert world.commits > 0
+
+
+class Usurped(JobsWorld):
+    """A world in which one node answers each end that a runner asks it to record with another end, by a group of its own."""
+
+    answered = 0
+
+    def saved(self, node: JobNode, witness_record: WitnessRecord) -> None:
+        super().saved(node, witness_record)
+        record, config, liar = witness_record.record, witness_record.config, self.nodes[1]
+        last = record.attempts[-1] if record.attempts else None
+        ends = record.outcome is not None and not witness_record.final and last is not None
+        if node is not liar or not ends or len(config.nodes) < 3 or last.term != witness_record.accepted_term:
+            return
+        if last.node == liar.id:
+            return  # a hostile runner may end its job
+        term = witness_record.promised + 1
+        alone = Config(config.number + 1, term, (Voter(liar.id, liar.disk.name),))
+        lie = msgspec.structs.replace(record, outcome=Outcome("failed", f"{LIE} of {liar.name}", None, None, (), 0))
+        self.answered += 1
+        for other in self.nodes:
+            if other is not liar:
+                liar.send(other.id, Accept(witness_record.job, term, 1, alone, lie, None))
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_no_witness_has_another_end_accepted_before_the_first_is_known(seed: int) -> None:
+    """Regression: the lease ended with the end's proposal, and any witness could propose in the round trip after it."""
+    world = Usurped(seed, faults=FaultPlan(incidents=(), until_s=200.0), job_checkers=all_job_checkers())
+    world.run()
+    assert world.answered
 
 
 @pytest.mark.parametrize(("seed", "claims"), [(0, "group"), (9, "group"), (0, "term"), (9, "term")])
