@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptstore.store import BLOCK_BYTES
+from ckptstore.pack import BLOCK_BYTES
 from membership.identity import NodeId, short_id
 from mesh.jobs.log_times import (
     MARK_BYTES,
