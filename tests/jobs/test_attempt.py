@@ -14,7 +14,7 @@ import pytest
 
 from ckptstore.errors import DiskFull, FileChanged, StoreError
 from ckptstore.mappings import Processes
-from ckptstore.store import BLOCK_BYTES
+from ckptstore.pack import BLOCK_BYTES
 from membership.identity import Identity
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import FetchError, Replicator
