@@ -46,7 +46,7 @@ from mesh.consensus.messages import (
     Start,
     StartAnswer,
 )
-from mesh.consensus.proposer import ANSWER_S, Fenced, Proposer
+from mesh.consensus.proposer import ANSWER_S, ROUND_BYTES, Fenced, Proposer
 from mesh.consensus.reports import (
     CancelWanted,
     ClockStood,
@@ -243,7 +243,8 @@ class Participant:
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
         """Propose the job's empty record to its witnesses; `Submitted` answers."""
-        proposer = Proposer(job, spec_bytes, FIRST_TERM, spec.first_group, JobRecord(), None)
+        first_round = self._rng.getrandbits(8 * ROUND_BYTES)
+        proposer = Proposer(job, spec_bytes, FIRST_TERM, spec.first_group, JobRecord(), None, first_round=first_round)
         self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
         if spec.submitter == self.me and job not in self.witnesses:
             self._first_terms.add(job)

@@ -57,6 +57,7 @@ class Proposer:
         reconfiguration: bytes | None = None,
         warrant: bytes = b"",
         owner: bytes = b"",
+        first_round: int = 0,
     ):
         self.reconfiguration = reconfiguration
         self._warrants = {b"": warrant} if warrant else {}  # by witness; the leader's first
@@ -74,8 +75,8 @@ class Proposer:
         self._answered: set[Voter] = set()
         self._unfit: dict[bytes, tuple[float, float]] = {}  # until when a node is not asked, and for how long that was
         self._refusing: set[Voter] = set()  # for good: their promises and ends are never taken back
-        # Answers to an earlier attempt of this term, which come late, name none of its rounds.
-        self._round = int.from_bytes(owner[:ROUND_BYTES])
+        # Answers to an earlier attempt or submission of this term, which come late, name none of its rounds.
+        self._round = first_round or int.from_bytes(owner[:ROUND_BYTES])
         self._open: dict[int, tuple[Decided, set[Voter]]] = {}  # what each round decides, and who has accepted it
         self._granted_by: Config | None = None  # the group of the last decided round that renewed the lease
         self.renews = True  # the last round

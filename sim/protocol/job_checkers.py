@@ -134,7 +134,7 @@ class HonestEnd(JobChecker):
 
     def __init__(self) -> None:
         self._ended: dict[bytes, JobRecord] = {}
-        self._groups: dict[tuple[bytes, bytes], object] = {}
+        self._groups: dict[tuple[bytes, bytes], object] = {}  # by job and disk: that of an old copy has a new name
 
     def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
         job, record = witness_record.job, witness_record.record
@@ -143,7 +143,7 @@ class HonestEnd(JobChecker):
         if witness_record.final and self._ended.setdefault(job, record) != record:
             raise self.violated(world, job, f"{node.name} has another record of its end than others")
         group = (witness_record.config.members, witness_record.config.previous)
-        if witness_record.final and self._groups.setdefault((job, node.id), group) != group:
+        if witness_record.final and self._groups.setdefault((job, witness_record.disk), group) != group:
             raise self.violated(world, job, f"{node.name} takes up another group after its end")
 
     def recovered(self, world: JobsWorld, job: bytes) -> None:

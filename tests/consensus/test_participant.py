@@ -313,6 +313,16 @@ def test_submission_succeeds_when_a_majority_accepts() -> None:
     assert all(JOB in participant.witnesses for participant in others.values())
 
 
+def test_answers_to_one_submission_count_for_no_other_proposer_of_its_term() -> None:
+    """Regression (seed 771019 with 4 nodes): a witness accepted a second submission, and its answer made the group of the leader
+    on the same node decide alone, which had used the same numbers of rounds for a change of the group."""
+    submitter = make_participant(A)
+    first = messages(submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0)), Accept)
+    again = messages(submitter.submit(JOB, SPEC_BYTES, make_spec(), at(1)), Accept)
+    rounds = [{accept.round for _, accept in sent} for sent in (first, again)]
+    assert all(len(one) == 1 for one in rounds) and not rounds[0] & rounds[1]
+
+
 def refused(promised: int, accepted_term: int = 0, finished: bool = False) -> Refused:
     return Refused(
         job=JOB,
@@ -661,7 +671,8 @@ def test_first_term_is_used_once_and_not_after_a_restart() -> None:
 
 
 def accepts_first_round(node: Participant) -> list[Directed]:
-    accepted = Accepted(job=JOB, term=FIRST_TERM, disk=DISK, round=1)
+    number = node._submissions[JOB].proposer._round
+    accepted = Accepted(job=JOB, term=FIRST_TERM, disk=DISK, round=number)
     return [output for witness in (B, C) for output in node.receive(witness, accepted, at(1))]
 
 
