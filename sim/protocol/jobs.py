@@ -1248,9 +1248,9 @@ class JobsWorld(MembershipWorld):
         """A malicious member that no witness has chosen asks for terms, takes leases, names groups and calls jobs over."""
         known = {job: record for node in up for job, record in node.disk.witness_records.items()}
         for job, record in sorted(known.items()):
-            groups = [node.disk.witness_records[job].config for node in self.nodes if job in node.disk.witness_records]
-            if any(thief.id in group.nodes for group in groups) or job in thief.participant.runners:
-                continue  # a witness may, and those with an old group still take it for one
+            copies = [node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records]
+            if any(thief.id in {one.holder, *one.config.nodes} for one in copies) or job in thief.participant.runners:
+                continue  # a witness and a runner may, and those with an old group still take it for one
             term, config = record.promised + 1000, record.config
             own = Config(config.number + 1, term, (Voter(thief.id, thief.disk.name),))
             joined = Config(config.number + 1, term, (*config.everyone, *own.members))
@@ -1292,7 +1292,9 @@ class JobsWorld(MembershipWorld):
                 lie = Outcome("cancelled", f"{LIE} of {liar.name}", None, None, (), 0)
                 record = msgspec.structs.replace(known.record, version=known.record.version + 1, outcome=lie)
             else:
-                record = msgspec.structs.replace(known.record, version=known.record.version + 1, commit=None, needed=())
+                record = msgspec.structs.replace(  # no two liars tell the same
+                    known.record, version=known.record.version + 1, commit=None, needed=(), prefer=liar.id
+                )
             for other in up:
                 if other is not liar:
                     for term in (known.accepted_term, known.promised + 1):
