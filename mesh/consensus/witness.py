@@ -120,7 +120,7 @@ class Witness:
         witness. One witness alone could lie about another one, so that takes the word of a majority.
         """
         known = self.witness_record
-        accepted = (message.term, message.record) == (known.accepted_term, known.record)
+        accepted = message.record == known.record
         runners = {attempt.node for attempt in known.record.attempts[-1:]}
         if sender == known.holder or (accepted and sender in runners | set(known.config.nodes)):
             return True
@@ -197,9 +197,10 @@ class Witness:
             return [self._refusal(sender, message.term, message.round, now)]
         if message.holder is not None and message.holder != sender:
             return [self._refusal(sender, message.term, message.round, now)]  # a node takes a lease for itself only
-        ended = (witness_record.record, witness_record.config.voters)
-        if self.finished and (message.record, message.config.voters) != ended:
-            return [self._refusal(sender, message.term, message.round, now)]  # its group says how the job ended
+        if (
+            self.finished
+        ):  # it says how the job ended, and its group says so to others; who proposes that end learns it so
+            return [self._refusal(sender, message.term, message.round, now)]
         if (message.term, message.record.version) < (witness_record.accepted_term, witness_record.record.version):
             return []  # a late duplicate: the sender has a newer round
         saved = self._save(

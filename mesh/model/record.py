@@ -251,11 +251,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return (self.term, self.number, not self.previous)
 
     @property
-    def voters(self) -> tuple[Voters, Voters]:
-        """Return who decides: the same for a group that a later term proposes again."""
-        return self.members, self.previous
-
-    @property
     def everyone(self) -> tuple[Voter, ...]:
         if not self.previous:
             return self.members
