@@ -6,9 +6,10 @@ Rules, in the order of the checks:
 2. Only a witness of the job asks for a term (`participant.py` asks who may propose a record or take a lease).
 3. A term has one owner: once an attempt has taken the lease in it, no other attempt uses it.
 4. While a lease runs, no other term is promised and no other holder is accepted (Gray and Cheriton 1989, "Leases").
-5. Once a majority is known to hold an outcome, it never changes. Terms are promised still, so that a witness that missed the
-   end learns it by a term of its own, when too few others are left to tell it. An outcome that is only accepted may still be
-   replaced under a higher term, as any value of Paxos that is not chosen.
+5. Once a majority is known to hold an outcome, neither the record nor the group changes: every proposal is refused. Terms are
+   promised still, so that a witness that missed the end reads it, proposes it, and learns from the refusal that it is known,
+   when too few others are left to tell it. An outcome that is only accepted may still be replaced under a higher term, as any
+   value of Paxos that is not chosen.
 
 A lease runs `lease_s` from the *receipt* of the acceptance; its holder counts `lease_s * HELD_SHARE` from the *sending* of the
 request. So at most one node believes that it holds the lease, as long as no clock runs faster than another by a factor of
@@ -37,7 +38,7 @@ from mesh.consensus.messages import (
 from mesh.model.record import Config, JobRecord
 from mesh.model.spec import JobSpec
 
-CLAIM_BYTES = 16  # of the hash of an outcome, whose text may be long
+CLAIM_BYTES = 16  # of the hash of a record
 HELD_SHARE = 0.9  # a hundred times the worst quartz drift with NTP slewing (500 ppm on either side)
 
 
@@ -197,9 +198,7 @@ class Witness:
             return [self._refusal(sender, message.term, message.round, now)]
         if message.holder is not None and message.holder != sender:
             return [self._refusal(sender, message.term, message.round, now)]  # a node takes a lease for itself only
-        if (
-            self.finished
-        ):  # it says how the job ended, and its group says so to others; who proposes that end learns it so
+        if self.finished:  # who proposes the same end learns from this that it is known
             return [self._refusal(sender, message.term, message.round, now)]
         if (message.term, message.record.version) < (witness_record.accepted_term, witness_record.record.version):
             return []  # a late duplicate: the sender has a newer round
