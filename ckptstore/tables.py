@@ -1,4 +1,4 @@
-"""SQLite files of a node, of which every page is read before any is used.
+"""Open SQLite files of a node, and read every page before any is used.
 
 SQLite notices a damaged page when it comes to it, which may be on every later start, in the middle of a save, or never.
 """

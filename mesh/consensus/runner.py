@@ -451,6 +451,7 @@ class Runner:
 
     def _on_decided(self, record: JobRecord, at: Instant) -> list[Effect]:
         effects: list[Effect] = []
+        # An answer to an earlier round changes nothing of a record that says how the job ended.
         commit = record.commit
         if commit is not None and commit.seq > self.record.settled and record.outcome == self.record.outcome:
             # Sent with the next round: until then an attempt may still have to resume from the checkpoint before.

@@ -17,13 +17,12 @@ from membership.malformed import MALFORMED
 from mesh.rpc.frame_connection import MESSAGE_LIMIT, Line
 from mesh.rpc.memory import MAX_REQUESTS_PER_PEER
 from mesh.rpc.pacing import Lane, PacedBody, Wire
-from mesh.rpc.streams import read_within
+from mesh.rpc.streams import IDLE_S, read_within
 from mesh.rpc.tls import client_context, node_name
 from mesh.util.versions import WIRE
 
 CONNECT_TIMEOUT_S = 3.0  # a peer on a LAN answers in milliseconds, or it is gone
 CALL_TIMEOUT_S = 20.0
-BEGINS_S = 20.0  # until an answer begins: a stopped node keeps its connections open and says nothing
 KEEPALIVE_S = 30.0
 LOOK_S = 2.0  # between two looks for former members; a tunnel tells its user within 0.5 s why it ends (own choice)
 CALLS_PER_NODE, TUNNELS_PER_NODE = (
@@ -181,27 +180,23 @@ class PeerClient:
         lane: Lane | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Make a call with a streamed answer, perhaps with a streamed body paced by `lane`. PeerError on failure, also if no
-        answer begins within BEGINS_S; one to a streamed body may come after all of it.
+        answer begins within IDLE_S; one to a streamed body may come after all of it.
         """
         url = self._url(node, path)
         assert self._session is not None
         data: Any = body if lane is None or isinstance(body, bytes) else PacedBody(body, lane)
+        begins = asyncio.timeout(IDLE_S if isinstance(body, bytes) else None)
         try:
             async with self._while_member(node), AsyncExitStack() as stack:
-                try:
-                    async with asyncio.timeout(BEGINS_S if isinstance(body, bytes) else None) as limit:
-                        response = await stack.enter_async_context(self._session.request(method, url, data=data))
-                        if response.status != HTTPStatus.OK:
-                            text = (await response.content.read(2000)).decode(errors="replace")
-                            raise PeerError(
-                                f"node {short_id(node)} answered {response.status}: {text}", response.status
-                            )
-                except TimeoutError as error:
-                    if limit.expired():
-                        raise PeerError(f"node {short_id(node)} did not answer within {BEGINS_S:g} s") from error
-                    raise
+                async with begins:
+                    response = await stack.enter_async_context(self._session.request(method, url, data=data))
+                    if response.status != HTTPStatus.OK:
+                        text = (await response.content.read(2000)).decode(errors="replace")
+                        raise PeerError(f"node {short_id(node)} answered {response.status}: {text}", response.status)
                 yield response
         except (aiohttp.ClientError, OSError) as error:
+            if begins.expired():
+                raise PeerError(f"node {short_id(node)} did not answer within {IDLE_S:g} s") from error
             raise _broken(node, url, error) from error
 
     @asynccontextmanager

@@ -167,7 +167,7 @@ async def test_old_group_is_no_removal(node: Node) -> None:
 
 
 async def test_group_says_on_which_node_it_was_changed_last(node: Node) -> None:
-    """Of two changes that did not know each other, the later one holds: the user of the other sees where it was made."""
+    """If two machines change a group at the same time, the later change wins, and the other user sees where it was made."""
     await node.library.set_group("vision", (node.user(BOB),))
     node.hears_group(BOB, "vision", ADA)
     membership = node.library._membership

@@ -66,5 +66,5 @@ def hurry(monkeypatch: pytest.MonkeyPatch, piece_s: float) -> None:
     """Have the fetcher wait less, and leave no part of the disk free."""
     monkeypatch.setattr(fetcher, "RETRY_S", 0.05)
     monkeypatch.setattr(fetcher, "PIECE_S", piece_s)
-    monkeypatch.setattr(client, "BEGINS_S", piece_s)
+    monkeypatch.setattr(client, "IDLE_S", piece_s)
     monkeypatch.setattr(blobs, "SPARE_BYTES", 0)

@@ -193,7 +193,7 @@ def test_grades_in_an_advert_are_bounded() -> None:
 
 
 def machine(node: bytes, gpus: int, free: int, **changes: object) -> Advert:
-    """Return a node with so many GPUs, of which some are free."""
+    """Return a node with this many GPUs, some of them free."""
     there = tuple(Gpu(f"{node[0]}-{n}", "fake", 1000) for n in range(gpus))
     return advert(node, gpus=there, free_portions=all_free(there)[:free], **changes)
 
