@@ -12,9 +12,9 @@ from ckptstore.store import Store
 from membership.identity import NodeId
 from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, Shortage
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import FetchError, Replicator
+from mesh.checkpoints.replicator import FetchError, Origin, Replicator
 from mesh.consensus.status import JobStatus
-from mesh.model.spec import format_job
+from mesh.model.spec import JobSpec, format_job
 from mesh.rpc.client import PeerError
 
 LOOK_EVERY_S = 2.0
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 class Repair:
     """`replica_policy` orders the nodes that may hold a job's state; `report` is called with new holders and a text for the
-    user. `relied_on` returns the user of a job whose witnesses say that it goes on from this manifest, else None: any member can
-    publish a status.
+    user. `relied_on` returns the description of a job whose witnesses say that it goes on from this manifest, else None: any
+    member can publish a status.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Repair:
         store: Store,
         replica_policy: Callable[[bytes], ReplicaPolicy],
         report: Callable[[bytes, bytes, tuple[NodeId, ...], str], Awaitable[None]],
-        relied_on: Callable[[bytes, bytes], Awaitable[str | None]],
+        relied_on: Callable[[bytes, bytes], Awaitable[JobSpec | None]],
         lost_s: float = LOST_S,
     ) -> None:
         self._me, self._replicator, self._store = me, replicator, store
@@ -75,9 +75,9 @@ class Repair:
         others = [node for node in (*found.nodes, *self._replica_policy(job).fallback) if node != self._me]
         here = False
         try:
-            user = await self._relied_on(job, found.manifest)
-            if user is not None:
-                await self._replicator.fetch(found.manifest, others, (job, user))
+            spec = await self._relied_on(job, found.manifest)
+            if spec is not None:
+                await self._replicator.fetch(found.manifest, others, Origin.of(job, spec))
                 here = True
         except (FetchError, PeerError, StoreError, TimeoutError, OSError) as error:
             log.info("job %s: this node lacks what it should have of it: %s", format_job(job)[:8], error)

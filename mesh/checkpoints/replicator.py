@@ -36,6 +36,7 @@ from mesh.checkpoints.departure_transfers import Departure, Departures, Stream
 from mesh.checkpoints.loss_estimate import LossEstimate, Urgency
 from mesh.images.messages import decode_fetching
 from mesh.journal import Journal
+from mesh.model.spec import JobSpec
 from mesh.rpc.client import PeerClient, PeerError
 from mesh.rpc.pacing import Cargo, Lane, Wire
 from mesh.rpc.parallel_fetch import Pulled, fetched_chunks, pulled
@@ -66,6 +67,19 @@ class FetchError(RuntimeError):
     def __init__(self, text: str, unsure: Set[NodeId] = frozenset()) -> None:
         super().__init__(text)
         self.unsure = frozenset(unsure)
+
+
+class Origin(NamedTuple):
+    """What a fetched manifest must state: its job and user, and a signer who may have signed it."""
+
+    job: bytes
+    user: str
+    may_sign: Callable[[NodeId], bool] = lambda signer: True
+
+    @classmethod
+    def of(cls, job: bytes, spec: JobSpec) -> "Origin":
+        """Return the origin of what a job saves: a node that its user lets run it has signed it."""
+        return cls(job, spec.user, spec.allows)
 
 
 class Replicated(msgspec.Struct, frozen=True):
@@ -283,19 +297,20 @@ class Replicator:
         self,
         manifest: bytes,
         holders: Sequence[NodeId],
-        of: tuple[bytes, str],
+        of: Origin,
         tell: Callable[[str], None] = lambda words: None,
     ) -> None:
         """Fetch a checkpoint with all its chunks into the local store, and report progress; FetchError if no holders have it
-        whole, or if it is not `of` this job and user, as the job's description names them: the signer of a manifest may name
-        any, and would choose the quota.
+        whole, or if it is not `of` this origin: the signer of a manifest may name any job and user, and would choose the quota.
         """
         if await asyncio.to_thread(self._complete, manifest):
             return
         sealed, sources = await self._fetch_manifest(manifest, holders)
-        _, wanted = await asyncio.to_thread(decode_manifest, sealed, self._store.unseal)
-        if of != (wanted.job, wanted.user):
+        signer, wanted = await asyncio.to_thread(decode_manifest, sealed, self._store.unseal)
+        if (of.job, of.user) != (wanted.job, wanted.user):
             raise FetchError("it is not of this job and user")
+        if not of.may_sign(signer):
+            raise FetchError("it is signed by a node that the job's user does not let run it")
         missing = set(await asyncio.to_thread(self._store.missing, wanted.chunks))
         have = await asyncio.to_thread(self._store.base_candidates, wanted.job) if missing else ()
         plan = Fetch({identity: size for identity, size in wanted.sizes.items() if identity in missing}, sources)

@@ -163,7 +163,8 @@ def may_propose(
     The submission, an empty record for the group in the job's description, may come from any node. After that, witnesses of
     the job propose without a lease, and the node to which one of them has given the term proposes with it. `created`: the
     witness knows only what this message says, so it takes the group that it names: the first one as the description has it,
-    and a later one once other witnesses have vouched for the sender.
+    and a later one once other witnesses have vouched for the sender. A lease is only for a lender that the job's user lets run
+    it: a witness may give the term to itself.
     """
     if message.config.number == 0 and msgspec.structs.replace(message.config, term=0) != spec.first_group:
         return False
@@ -176,7 +177,8 @@ def may_propose(
     if sender == known.holder and message.term == known.promised:
         return True
     givers = (warrants(one, message.job, message.term, sender) for one in message.warrants)
-    return any(giver in known.config.nodes for giver in givers) and (message.holder is None or may_lend(sender))
+    may_run = message.holder is None or (spec.allows(sender) and may_lend(sender))
+    return may_run and any(giver in known.config.nodes for giver in givers)
 
 
 def _check_submitter(credentials: Credentials, spec: JobSpec) -> None:

@@ -93,6 +93,8 @@ class Vouching:
             spec = await self._spec(manifest.job, sender)
             if manifest.user != spec.user:
                 raise Refused("the manifest names another user than its job")
+            if not spec.allows(signer):
+                raise Refused("the job's user does not let the manifest's signer run it")
             present = await self._present(manifest.job, spec)
         if present is None:
             if not self._authority.may_lend(signer):
@@ -216,13 +218,13 @@ class Vouching:
         words = await self.words(job)
         return () if words.few else needed_by_all([known.record.needed for known in words.records.values()])
 
-    async def relied_on(self, job: bytes, manifest: bytes) -> str | None:
-        """Return the user of a job that goes on from this manifest, as a witness's record says; None otherwise."""
+    async def relied_on(self, job: bytes, manifest: bytes) -> JobSpec | None:
+        """Return the description of a job that goes on from this manifest, as a witness's record says; None otherwise."""
         spec = await self.describe(job)
         records = (await self.words(job)).records.values() if spec is not None else ()
         commits = (known.record.commit for known in records)
         named = any(commit is not None and commit.manifest == manifest for commit in commits)
-        return spec.user if spec is not None and named else None
+        return spec if named else None
 
     async def read_by_runner(self, job: bytes, node: NodeId) -> JobSpec | None:
         """Return a job's description if a majority of its witnesses say that this node runs the job; None otherwise."""

@@ -255,6 +255,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         """Return what is this job's and its submitter's alone."""
         return self.submitter + self.nonce
 
+    def allows(self, node: bytes) -> bool:
+        """Tell whether the job's user lets this node run it: by `on`, `not_on`, and who may read its secrets."""
+        readers = self.secrets.nodes if self.secrets is not None else ()
+        return node not in self.not_on and all(not named or node in named for named in (self.on, readers))
+
     @property
     def saves_from_outside(self) -> bool:
         """Tell whether the whole container is saved, and nothing by the guest itself."""

@@ -152,9 +152,10 @@ class HonestEnd(JobChecker):
 
 
 class PlacedLease(JobChecker):
-    """J13: a witness accepts a lease only of the node to which a leader of the job has given that term.
+    """J13: a witness accepts a lease only of the node to which a leader of the job has given that term, and that its user lets
+    run it. No guest starts on another node.
 
-    Found by: witnesses that accept terms, leases or groups from any member.
+    Found by: witnesses that accept terms, leases or groups from any member, or a lease from any witness.
     """
 
     name = "J13"
@@ -171,6 +172,12 @@ class PlacedLease(JobChecker):
             raise self.violated(
                 world, job, f"{node.name} accepts a lease of term {term} that no leader gave its holder"
             )
+        if holder is not None and holder in world.specs[job].not_on:
+            raise self.violated(world, job, f"{node.name} accepts the lease of a node that the job's user excludes")
+
+    def launched(self, world: JobsWorld, node: JobNode, job: bytes, spec: bytes) -> None:
+        if node.id in world.specs[job].not_on:
+            raise self.violated(world, job, f"a guest starts on {node.name}, which the job's user excludes")
 
 
 class KillSwitch(JobChecker):

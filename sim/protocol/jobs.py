@@ -130,6 +130,8 @@ SELDOM_SHARE = 0.2  # of jobs that save once, after their first few steps
 STEPS = (20, 90)  # of a job
 LONG_SHARE, LONG_STEPS = 0.3, (150, 220)  # of jobs where places are few: no job makes room in its first two minutes
 PRIORITIES = (0, 50, 100)
+LIMITED_SHARE, EXCLUDED_SHARE = 0.2, 0.5  # of jobs whose user excludes nodes, and of the nodes that may be excluded
+SEIZURES, SEIZE_WITHIN_S = 5, 60.0  # of the lease of such a job by one of its witnesses that is excluded
 HOME_SHARE, SETTLE_S = 0.1, 8.0  # share of jobs that migrate back to their first node, once it was free for SETTLE_S
 MIN_WIPE_INTERVAL_S = 60.0  # a group needs time to replace a member that lost its disk
 ECHOES_KEPT = 16  # sent messages of each type that may arrive once more
@@ -939,6 +941,7 @@ class JobsWorld(MembershipWorld):
         have taken it on.
         """
         able = [node for node in self.nodes if not node.gone and not node.old and node.slots]
+        able = [node for node in able if node.id not in self.specs[job].not_on]
         if self.specs[job].submitter in self.revocations:
             able = [node for node in able if job in node.disk.witness_records]
         return self.specs[job].least_nodes <= len(able)
@@ -1002,6 +1005,7 @@ class JobsWorld(MembershipWorld):
             least_nodes=2 if gang else 1,
             most_nodes=3 if gang else 1,
             home=HomePolicy("first" if homes else "none", settle_s=SETTLE_S),
+            not_on=self._draw_excluded(),
         )
         drawn = self.streams.get("world", "work")
         steps = rng.randint(*STEPS)
@@ -1014,6 +1018,13 @@ class JobsWorld(MembershipWorld):
         if number == 0 and len(spec.witnesses) > 1:
             # J9: the submitter leaves for good as soon as its job is accepted.
             self._departing_submitter = (job, submitter)
+
+    def _draw_excluded(self) -> tuple[bytes, ...]:
+        """Draw the nodes that the user of a job excludes from running it: for some jobs, all but the first two may be."""
+        rng = self.streams.get("world", "excluded")
+        if rng.random() >= LIMITED_SHARE:
+            return ()
+        return tuple(node.id for node in self.nodes[2:] if rng.random() < EXCLUDED_SHARE)
 
     def _draw_order(self, number: int, rng: Random) -> list[dict[str, Any]]:
         """Draw the fields of each job of a submission that say when it may start."""
@@ -1304,6 +1315,24 @@ class JobsWorld(MembershipWorld):
                             liar.send(other.id, Accept(job, alone.term, 1, group, told, None))
                     ended = (known.config, 0.0, False, True, known.accepted_term, record)
                     liar.send(other.id, Refused(job, known.promised, liar.disk.name, 1, known.promised, *ended))
+            if liar.id in self.specs[job].not_on:
+                rng = self.streams.get("world", "seize")
+                for _ in range(SEIZURES):
+                    liar.after(rng.uniform(0.0, SEIZE_WITHIN_S), self._seize, liar, job)
+
+    def _seize(self, liar: JobNode, job: bytes) -> None:
+        """A malicious witness takes a term of a job that it is not to run, and then the lease for itself."""
+        witness = liar.participant.witnesses.get(job)
+        if witness is None or self.kernel.now > self.faults.until_s:
+            return
+        known = witness.witness_record
+        term, nodes = known.promised + 1, set(known.config.nodes) - {liar.id}
+        config = msgspec.structs.replace(known.config, term=term)
+        record = known.record.with_attempt(Attempt(known.record.next_attempt, liar.id, liar.name, term, 0))
+        warrant = liar.authority.warrant(job, term, liar.id, config)
+        for node in sorted(nodes):
+            liar.send(node, Prepare(job, term))
+            liar.after(HEARD_S, liar.send, node, Accept(job, term, 1, config, record, liar.id, warrants=(warrant,)))
 
     def _spread_rumours(self, liar: JobNode) -> None:
         """A malicious member publishes, as the furthest view of each job, that it has ended or needs newer checkpoints only, or

@@ -114,6 +114,13 @@ MATRIX = (
         f"{ASKED}:test_lease_needs_the_word_of_a_witness",
     ),
     _row(
+        "Take the lease of a job whose user names the nodes that may run it, or excludes some",
+        ("such a provider, if it may run the job",),
+        "allows",
+        "mesh/jobs/authority.py:may_propose",
+        f"{ASKED}:test_lease_is_for_nodes_that_the_jobs_user_lets_run_it",
+    ),
+    _row(
         "Change the record or the group",
         (WITNESS, RUNNER),
         "may_propose",

@@ -12,12 +12,14 @@ from ckptstore.errors import StoreError
 from mesh.checkpoints.repair import Repair
 from mesh.checkpoints.repair_plan import LOST_S, MOST_COPIES, RETRY_S, Kept, RepairPlan, kept
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import FetchError, Replicated
+from mesh.checkpoints.replicator import FetchError, Origin, Replicated
 from mesh.consensus.status import JobStatus
 from mesh.model.record import Attempt, Commit, Config, Outcome
-from tests.consensus.worlds import JOB, A, B, C, D, E, voters
+from mesh.model.spec import JobSpec
+from tests.consensus.worlds import JOB, A, B, C, D, E, make_spec, voters
 
 F = b"\x06" * 32
+SPEC = make_spec()
 CHECKPOINT, RESULT = b"c" * 32, b"r" * 32
 COMMIT = Commit(3, 1, CHECKPOINT, None, (B, C), 30, 1)
 RUNS = JobStatus(
@@ -55,7 +57,7 @@ class Bench:
         self.has = True
         self.words: list[str] = []
         self.saved_by: bytes | None = None  # the job of each manifest here; None: the job that is asked about
-        self.user: str | None = "ada"
+        self.spec: JobSpec | None = SPEC
         store: Any = type(
             "Has",
             (),
@@ -69,16 +71,16 @@ class Bench:
         replicator: Any = self
         self.repair = Repair(me, replicator, store, lambda job: self.policy, self.tell, self.relied_on)
 
-    async def relied_on(self, job: bytes, manifest: bytes) -> str | None:
-        return self.user
+    async def relied_on(self, job: bytes, manifest: bytes) -> JobSpec | None:
+        return self.spec
 
     async def replicate(self, manifest: bytes, chosen: object, able: list[bytes], want: int) -> Replicated:
         self.copied.append((manifest, tuple(able), want))
         took = tuple(node for node in able if node in self.can_take)[:want]
         return Replicated(took, "" if took else "they are full", ())
 
-    async def fetch(self, manifest: bytes, holders: list[bytes], of: tuple[bytes, str]) -> None:
-        assert of == (JOB, "ada")
+    async def fetch(self, manifest: bytes, holders: list[bytes], of: Origin) -> None:
+        assert of == Origin.of(JOB, SPEC)
         self.fetched.append((manifest, tuple(dict.fromkeys(holders))))
         if self.nobody_has_it:
             raise FetchError("no node has it")
@@ -196,7 +198,7 @@ async def test_one_copy_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         msgspec.structs.replace(WAITS, job=job, commit=msgspec.structs.replace(COMMIT, manifest=job * 2))
         for job in (b"1" * 16, b"2" * 16)
     ]
-    bench.jobs, bench.user = {job.job * 2: job.job for job in others}, None
+    bench.jobs, bench.spec = {job.job * 2: job.job for job in others}, None
     for _ in range(2):
         if bench.repair._task is not None:
             await bench.repair._task  # it looks for what should be here first
@@ -254,7 +256,7 @@ async def test_node_brings_back_what_records_say_it_has(monkeypatch: pytest.Monk
 async def test_status_alone_makes_no_node_fetch_or_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any member can publish one, of a job of its own or of none."""
     bench = Bench(C, monkeypatch)
-    bench.user = None
+    bench.spec = None
     await bench.look(RUNS, {A, B, C, D, E, F})
     assert not bench.fetched, "its witnesses do not say so"
     bench.saved_by = b"another" + bytes(9)

@@ -30,6 +30,7 @@ from mesh.jobs.authority import (
     runs,
 )
 from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Voter
+from mesh.model.secrets import SealedSecrets
 from mesh.model.spec import DataNeed, JobSpec, SpecError, encode_spec, job_id
 from tests.consensus.worlds import DISK, make_spec, make_witness
 
@@ -507,6 +508,28 @@ def test_lease_needs_the_role_provider_and_an_advert(town: Town) -> None:
     assert not town.authority.may_propose(town.node("ada2"), ours, at, spec, False), "no advert"
     held = known(town, spec, holder=town.node("ada2"))
     assert town.authority.may_propose(town.node("ada2"), ours, held, spec, False), "a node that withdraws it finishes"
+
+
+def test_lease_is_for_nodes_that_the_jobs_user_lets_run_it(town: Town) -> None:
+    """A witness that lends could otherwise give itself any job."""
+    lender, ada2 = town.node("lender"), town.node("ada2")
+    bare = town.spec("ada")
+    witnesses = [voter.node for voter in bare.witnesses]
+    secrets = SealedSecrets(seal_shares(StateCipher.generate(), witnesses, bare.author), b"", (("KEY", "KEY"),))
+    sealed = msgspec.structs.replace(secrets, readers=((ada2, b""),))
+    for spec in (
+        town.spec("ada", on=(ada2,)),
+        town.spec("ada", not_on=(lender,)),
+        town.spec("ada", secrets=sealed),
+        town.spec("ada", on=(ada2, lender), secrets=sealed),
+    ):
+        at = known(town, spec)
+        assert not town.authority.may_propose(lender, lease(town, spec, "lender", "lender"), at, spec, False)
+        assert town.authority.may_propose(lender, lease(town, spec, "lender", holder=None), at, spec, False)
+        assert town.authority.may_propose(ada2, lease(town, spec, "ada2", "lender"), at, spec, False)
+    for spec in (bare, town.spec("ada", on=(lender,)), town.spec("ada", secrets=secrets)):
+        message = lease(town, spec, "lender", "lender")
+        assert town.authority.may_propose(lender, message, known(town, spec), spec, False)
 
 
 def test_holder_renews_and_releases_only_its_own_term(town: Town) -> None:

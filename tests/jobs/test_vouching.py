@@ -51,6 +51,7 @@ class Judge:
 
     lenders: frozenset[bytes] = frozenset({D})
     proven: frozenset[bytes] = frozenset()  # witnesses, besides those of the first group
+    spec = SPEC
     ended = False  # the certificate of the job's submitter
     taken = 0  # witnesses by whose word the job was taken on
 
@@ -60,7 +61,7 @@ class Judge:
     def read_members_spec(self, job: bytes, sealed: bytes) -> JobSpec:
         if job != JOB:
             raise SpecError("another job")
-        return SPEC
+        return self.spec
 
     read_ended_spec = read_members_spec
 
@@ -132,6 +133,16 @@ async def test_store_that_is_no_witness_asks_the_witnesses_once_for_a_term() -> 
 async def test_manifest_without_a_majority_behind_it_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(Refused, match=words):
         await Node().judge(**changes)
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_manifest_of_a_node_that_is_not_to_run_the_job_is_refused(away: bool) -> None:
+    node = Node()
+    node.judges.spec = msgspec.structs.replace(SPEC, not_on=(D,))
+    if away:
+        node.peers.records.clear()
+    with pytest.raises(Refused, match="does not let the manifest's signer run it"):
+        await node.judge()
 
 
 async def test_half_of_an_even_group_is_no_majority() -> None:
@@ -333,7 +344,7 @@ async def test_job_relies_on_the_checkpoint_that_its_witnesses_name() -> None:
     record = node.peers.records[A]
     named = record.record.with_commit(4, ID, (E,), None, 0)
     node.peers.records |= {A: msgspec.structs.replace(record, record=named)}
-    assert await node.vouching.relied_on(JOB, ID) == SPEC.user and await node.vouching.relied_on(JOB, b"o" * 32) is None
+    assert await node.vouching.relied_on(JOB, ID) == SPEC and await node.vouching.relied_on(JOB, b"o" * 32) is None
 
 
 async def test_later_witnesses_are_asked_while_most_of_the_first_are_lost() -> None:

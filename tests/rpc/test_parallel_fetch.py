@@ -16,21 +16,23 @@ from aiohttp import web
 
 from ckptstore.errors import DiskFull, QuotaExceeded
 from ckptstore.fetch import Request
+from ckptstore.manifest import decode_manifest
 from ckptstore.messages import decode_chunk_request
 from ckptstore.pack import Location, ObjectStream, StoredObject
 from ckptstore.receiver import Receiver
 from ckptstore.store import SavedManifest, Store
 from membership.identity import Identity
 from mesh.checkpoints import replicator as replicator_module
-from mesh.checkpoints.replicator import FetchError, Replicator
+from mesh.checkpoints.replicator import FetchError, Origin, Replicator
 from mesh.rpc import parallel_fetch, streams
 from mesh.rpc.client import Address
 from mesh.rpc.direct import DirectBody
 from tests.ckptstore.worlds import CIPHER, JOB, damage, open_store, read_tree, save, write_tree
+from tests.consensus.worlds import make_spec
 from tests.rpc.nodes import client_of, node_named, serve
 
 HONEST, OTHER = node_named("h").node_id, node_named("o").node_id
-OF = JOB, "ada"
+OF = Origin(JOB, "ada")
 
 
 class Holder:
@@ -168,11 +170,24 @@ MANNERS = [
 async def test_manifest_of_another_job_or_user_is_not_fetched(world: World) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(honest="honest")
-    for another in ((b"o" * 16, "ada"), (JOB, "another")):
+    for another in (Origin(b"o" * 16, "ada"), Origin(JOB, "another")):
         with pytest.raises(FetchError, match="not of this job and user"):
             await replicator.fetch(saved.id, [HONEST], another)
     assert not world.holders[HONEST].asked
     await replicator.fetch(saved.id, [HONEST], OF)
+    assert restored(world, saved)
+
+
+async def test_manifest_of_a_node_that_is_not_to_run_the_job_is_not_fetched(world: World) -> None:
+    """A witness may have named it in the job's record."""
+    saved = world.checkpoint()
+    replicator = await world.replicator(honest="honest")
+    signer, _ = decode_manifest(world.theirs.sealed_manifest(saved.id), world.theirs.unseal)
+    spec = make_spec(not_on=(signer,))
+    with pytest.raises(FetchError, match="signed by a node that the job's user does not let run it"):
+        await replicator.fetch(saved.id, [HONEST], Origin.of(JOB, spec))
+    assert not world.ours.manifests() and not list(world.ours.packs.iterdir())
+    await replicator.fetch(saved.id, [HONEST], Origin.of(JOB, make_spec(on=(signer,))))
     assert restored(world, saved)
 
 
@@ -181,7 +196,7 @@ async def test_fetch_evades_no_quota_by_the_name_of_the_nodes_user(world: World)
     saved, world.ours.user, world.ours.foreign_quota_bytes = world.checkpoint(), "ada", 1 << 20
     replicator = await world.replicator(honest="honest")
     with pytest.raises(FetchError, match="not of this job and user"):
-        await replicator.fetch(saved.id, [HONEST], (JOB, "eve"))
+        await replicator.fetch(saved.id, [HONEST], Origin(JOB, "eve"))
     assert not world.ours.manifests() and not list(world.ours.packs.iterdir())
     world.ours.user = "eve"
     with pytest.raises(QuotaExceeded):

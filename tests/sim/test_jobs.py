@@ -276,6 +276,11 @@ class TestNegativeControls:
         monkeypatch.setattr(Authority, "may_propose", lambda *asked: True)
         assert found(lambda seed: harsh(seed, incidents=("theft", "partition"))).startswith("J13 ")
 
+    def test_witnesses_that_take_a_lease_which_the_user_forbids(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(JobSpec, "allows", lambda self, node: True)
+        hostile = ("lie", "crash", "notice")
+        assert found(lambda seed: harsh(seed, incidents=hostile, incident_every_s=3.0)).startswith("J13 ")
+
     def test_order_to_recover_is_good_for_any_record(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mesh.consensus.participant.record_hash", lambda record: ANY)
         lossy = ("wipe", "crash", "leave")
