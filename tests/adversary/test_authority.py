@@ -272,6 +272,35 @@ async def test_member_cannot_steal_the_lease_of_a_waiting_job(scene: Scene) -> N
     ok(ada, "cancel", name)
 
 
+async def test_witness_that_is_not_to_run_a_job_gets_neither_its_lease_nor_its_key(scene: Scene) -> None:
+    """A witness wins terms, gives one to itself, and may lend: nothing else kept it from any job that waits."""
+    ada = scene.town.node("ada1")
+    for _ in range(10):
+        name = ok(ada, "submit", "--on", "ada2", "--no-workdir", "--", "true").strip()  # it does not lend
+        state = until(lambda of=name: (s := job_state(ada, of)).get("state") == "pending" and s, "the job to wait")
+        lenders = [nick for nick in state["witnesses"] if PEOPLE[nick][2]]
+        if lenders:
+            break
+        ok(ada, "cancel", name)
+    job, nick = parse_job(name), lenders[0]
+    async with scene.actor(nick) as thief:
+        others = [witness for witness in state["witnesses"] if witness != nick]
+        records = {witness: await thief.record(witness, job) for witness in others}
+        term = max(record.promised for record in records.values()) + 1
+        for witness, record in records.items():
+            now = time.time_ns() // 1_000_000
+            attempt = Attempt(record.record.next_attempt, thief.me, nick, term, now, seen_unix_ms=now)
+            stolen = record.record.with_attempt(attempt)
+            warrants = (thief.sealer.seal("warrant", encode_warrant(job, term, thief.me, record.config)),)
+            await thief.tell(witness, Prepare(job=job, term=term))
+            assert (await thief.told(witness, job)).promised == term, "it is a witness of the job"
+            await thief.tell(witness, Accept(job, term, 1, record.config, stolen, thief.me, warrants=warrants))
+            after = await thief.told(witness, job)
+            assert after.holder is None and after.record == record.record, f"{nick} took the lease from {witness}"
+            assert not await thief.admitted(witness, "GET", f"/v1/jobs/{job.hex()}/key")
+    ok(ada, "cancel", name)
+
+
 async def test_lock_copied_into_another_job_gives_no_key(scene: Scene) -> None:
     """A member submitted a job with the lock and the witnesses of another's, and they gave it that job's key as its user."""
     async with scene.actor("mal") as mal:
