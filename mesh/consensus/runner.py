@@ -694,8 +694,6 @@ class Runner:
             return [*self._gang.disband(), self._timer("gang", at.now + GANG_LOOK_S)]
         self.state = "releasing"
         disband = self._gang.disband() if self._gang is not None else []
-        # From the release on: a witness may grant it to another node before its answer arrives.
-        self.lease_until = 0.0
         code = self._exited.code if self._exited is not None else None
         self._amend_attempt(reason=self._ending, ended_unix_ms=at.unix_ms, seen_unix_ms=at.unix_ms, exit_code=code)
         if self._outcome is not None:
@@ -703,7 +701,8 @@ class Runner:
             # know that most have it; without one, any of them could have another end accepted in a later term.
             self._proposer.record = self.record.amended(outcome=self._outcome)
         else:
-            self._proposer.holder = None
+            # From the release on, a witness may grant it to another node before its answer arrives.
+            self.lease_until, self._proposer.holder = 0.0, None
         return [*disband, *self._propose(at), Left(self._ending)]
 
     def _blame_this_node(self) -> None:

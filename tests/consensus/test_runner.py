@@ -612,8 +612,8 @@ def test_holder_stops_before_its_witnesses_when_its_clock_is_a_tenth_slower() ->
 def test_lease_is_over_from_its_release_on() -> None:
     world = running(checkpointing=None)
     world.silent = {A, B, C}
-    world.tell(exited(0))
-    world.tell(ResultStored(b"r" * 32, ()))
+    world.tell(VacateWanted(9.0, "the owner"))
+    world.tell(exited(143))
     assert world.runner.state == "releasing" and not world.runner.holds_lease(world.now)
     world.silent = set()
     world.timer("renew")
@@ -702,6 +702,20 @@ def test_partitioned_runner_yields_to_a_higher_promise() -> None:
     world.witnesses[C].handle(C, Prepare(job=JOB, term=7), world.witnesses[C].lease_until + 1)
     world.silent = {B}
     assert Kill in kinds(world.timer("renew")) and world.runner.state == "ended"
+
+
+def test_end_that_is_cut_off_yields_to_a_higher_promise() -> None:
+    """Otherwise the runner proposes it for ever, and with it holds the lease (the simulator's seed 779001)."""
+    world = running(checkpointing=None)
+    world.silent = {B, C}
+    world.tell(exited(0))
+    world.tell(RESULT)
+    world.witnesses[C].handle(C, Prepare(job=JOB, term=7), world.witnesses[C].lease_until + 1)
+    world.silent = {B}
+    world.timer("renew")
+    assert world.runner.state == "releasing", "one witness alone does not overrule an end whose lease runs"
+    world.timer("lease")
+    assert Concluded not in kinds(world.timer("renew")) and world.runner.state == "ended"
 
 
 def test_runner_without_a_lease_yields_while_it_still_fetches() -> None:
