@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from threading import Lock
 
@@ -37,17 +37,33 @@ class FetchFailed(RuntimeError):
 
 
 class Part:
-    """A blob that arrives, in any order. Calls block."""
+    """A blob that arrives, in any order. Calls block. What has come without a gap is hashed already."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / f"{os.urandom(16).hex()}.part"
         self.file = self.path.open("x+b", buffering=0)
+        self._lock, self._hash, self._hashed = Lock(), sha256(), 0
+        self._later: dict[int, int] = {}  # lengths by their places, of what came and is not hashed
 
     def write(self, data: bytes, at: int) -> None:
-        disk = os.statvfs(self.path.parent)
-        free = disk.f_bavail * disk.f_frsize
-        if free < len(data) + SPARE_BYTES or os.pwrite(self.file.fileno(), data, at) < len(data):
-            raise NoRoom(f"no space for a blob: {free >> 20} MiB free on {self.path.parent}; 1 GiB stays free")
+        with self._lock:
+            if at < self._hashed:  # it was written before
+                self._hash, self._hashed = sha256(), 0
+            disk = os.statvfs(self.path.parent)
+            free = disk.f_bavail * disk.f_frsize
+            if free < len(data) + SPARE_BYTES or os.pwrite(self.file.fileno(), data, at) < len(data):
+                raise NoRoom(f"no space for a blob: {free >> 20} MiB free on {self.path.parent}; 1 GiB stays free")
+            self._later[at] = len(data)
+            while size := self._later.pop(self._hashed, 0):
+                self._hash.update(data if at == self._hashed else os.pread(self.file.fileno(), size, self._hashed))
+                self._hashed += size
+
+    def digest(self) -> bytes:
+        with self._lock:
+            while data := os.pread(self.file.fileno(), 1 << 20, self._hashed):
+                self._hash.update(data)
+                self._hashed += len(data)
+            return self._hash.digest()
 
     def read(self, at: int) -> bytes:
         return os.pread(self.file.fileno(), PIECE_BYTES, at)
@@ -91,7 +107,7 @@ class BlobStore:
         try:
             if self._sound.get(digest) != path.stat().st_ctime_ns:
                 with path.open("rb") as file:
-                    if _hash_of(file.fileno()) != digest:
+                    if file_digest(file, "sha256").digest() != digest:
                         path.unlink()
                         return None
             os.utime(path)
@@ -111,7 +127,7 @@ class BlobStore:
 
     def finish(self, part: Part, digest: bytes, durable: bool = False) -> bool:
         """Make the part a blob if it has this hash; return whether it has. What others have need not be durable: use verifies."""
-        if _hash_of(part.file.fileno()) != digest:
+        if part.digest() != digest:
             return False
         if durable:
             os.fsync(part.file.fileno())
@@ -200,11 +216,3 @@ class BlobStore:
                 return
             path.unlink(missing_ok=True)
             total -= size
-
-
-def _hash_of(descriptor: int) -> bytes:
-    whole, at = sha256(), 0
-    while data := os.pread(descriptor, 1 << 20, at):
-        whole.update(data)
-        at += len(data)
-    return whole.digest()

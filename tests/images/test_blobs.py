@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections.abc import Sequence
 from hashlib import sha256
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from mesh.images.blobs import IDLE_S, MAX_TAGS, PIECE_BYTES, BlobStore, NoRoom
 from mesh.images.oci import ManifestError
 from tests.images.samples import index_of, manifest_of
 
-DATA = os.urandom(PIECE_BYTES + 1000)
+DATA = os.urandom(PIECE_BYTES + 1000)  # a multiple of 4
 DIGEST = sha256(DATA).digest()
 
 
@@ -39,9 +41,29 @@ def test_part_counts_only_with_its_digest(store: BlobStore, tmp_path: Path) -> N
     assert b"".join(store.pieces(DIGEST, [0, 1])) == DATA and list(store.pieces(b"x" * 32, [0])) == []
 
 
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_part_is_hashed_while_it_comes(store: BlobStore, order: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    part, size = store.part(), len(DATA) // 4
+    for at in (number * size for number in order):
+        part.write(DATA[at : at + size], at)
+    monkeypatch.setattr(os, "pread", lambda *_: b"")  # nothing is left to read
+    assert store.finish(part, DIGEST) and store.path(DIGEST).read_bytes() == DATA
+
+
+@pytest.mark.parametrize("again", [0, 1000])
+def test_part_that_is_written_again_has_the_hash_of_what_is_there(store: BlobStore, again: int) -> None:
+    """A client may send the same part of an upload twice."""
+    part = store.part()
+    part.write(DATA, 0)
+    part.write(b"other", again)
+    assert not store.finish(part, DIGEST), "of what was there before"
+    part.write(DATA[again:], again)
+    assert store.finish(part, DIGEST)
+
+
 def test_blob_that_just_came_is_not_compared_again(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.keep(DATA)
-    monkeypatch.setattr(blobs_module, "_hash_of", lambda descriptor: pytest.fail("it was compared when it was stored"))
+    monkeypatch.setattr(blobs_module, "file_digest", lambda *_: pytest.fail("it was compared when it was stored"))
     assert store.use(DIGEST) == store.path(DIGEST)
 
 
