@@ -111,6 +111,11 @@ class Fetch:
     def left_bytes(self) -> int:
         return sum(self._sizes[identity] for identity in self._left)
 
+    @property
+    def all_requested(self) -> bool:
+        """Return whether no chunk is left to request for the first time."""
+        return not self._queue
+
     def start(self, now: float) -> list[Action]:
         return self._assign(now)
 

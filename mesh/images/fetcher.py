@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 from ckptstore.fetch import Fetch, Request
@@ -80,6 +81,7 @@ class BlobFetcher:
         self.moved = 0  # bytes of blobs that came from other nodes
         self._blobs: dict[bytes, _Blob] = {}
         self._turn = asyncio.Semaphore(BLOBS)
+        self._requesting = asyncio.Lock()  # pieces of one blob after the other, as engines unpack layers
 
     async def bring(self, digest: bytes, name: str = "") -> None:
         """Wait until a blob is here. FetchFailed on failure. The fetch ends when nobody waits for it."""
@@ -155,11 +157,14 @@ class BlobFetcher:
             for number in numbers
             if number not in givers
         }
+        plan, turn = Fetch(missing, sources), AsyncExitStack()
         writing: list[asyncio.Future[None]] = []
 
         async def ask(request: Request) -> list[bytes]:
             path, came = f"{self._path}/{digest.hex()}", list[bytes]()
             body = encode([int.from_bytes(one) for one in request.ids])
+            if plan.all_requested:
+                await turn.aclose()
             try:
                 async with self._peers.stream(request.source, "POST", path, body) as response:
                     for one in request.ids:
@@ -191,7 +196,10 @@ class BlobFetcher:
             return str(error) or "it stands still" if isinstance(error, PeerError | TimeoutError) else None
 
         try:
-            problem = await fetched(Fetch(missing, sources), ask, fault) if missing else ""
+            async with turn:
+                if len(missing) > 1:  # one piece is soon there
+                    await turn.enter_async_context(self._requesting)
+                problem = await fetched(plan, ask, fault) if missing else ""
         finally:
             failures = [one for one in await asyncio.gather(*writing, return_exceptions=True) if one is not None]
             if failures:  # the disk is full: it is not known which pieces are here

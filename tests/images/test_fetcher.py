@@ -35,9 +35,11 @@ class ImageHolder(Holder):
     def __init__(self, manner: str, blobs: dict[bytes, bytes]) -> None:
         super().__init__(manner, {"/v1/images/blobs/{digest}": self._pieces})
         self.blobs = blobs
+        self.asked: list[bytes] = []  # the blob of each piece
 
     async def _pieces(self, request: web.Request) -> web.StreamResponse:
         wanted, asked = decode_pieces(await request.read()), bytes.fromhex(request.match_info["digest"])
+        self.asked += [asked] * len(wanted)
         if self.manner == "never answers":
             await asyncio.Event().wait()
         if asked == digest(MANIFEST) and self.manner == "gives another manifest":
@@ -209,6 +211,34 @@ async def test_second_image_moves_only_its_new_layers(world: World) -> None:
     moved = fetcher.moved
     await world.brings(fetcher, manifest, config, *LAYERS, new)
     assert len(new) <= fetcher.moved - moved <= 1.02 * len(new)
+
+
+@pytest.mark.parametrize("manner", ["", "breaks off after two", "never answers"])
+async def test_pieces_of_an_earlier_blob_are_requested_first(world: World, manner: str) -> None:
+    """An engine unpacks one layer after the other. What is one piece waits for none of them."""
+    layers = [os.urandom(6 * PIECE_BYTES) for _ in range(2)]
+    first, later, small = (digest(data) for data in (*layers, CONFIG))
+    world.store.keep(manifest := manifest_of(CONFIG, layers))
+    world.store.manifest(digest(manifest))
+    fetcher = await world.fetcher({digest(data): data for data in (CONFIG, *layers)}, a=manner)
+    one, other, config = (asyncio.create_task(fetcher.bring(blob)) for blob in (first, later, small))
+    holder = world.holders[A]
+    async with asyncio.timeout(40):
+        if not manner:
+            await asyncio.gather(one, other, config)
+            asked = [blob for blob in holder.asked if blob != small]
+            assert asked == [first] * 6 + [later] * 6 and small in holder.asked[:-6]
+        else:
+            while not (first in holder.asked and small in holder.asked):
+                await asyncio.wait([one], timeout=0.01)
+            assert later not in holder.asked
+            one.cancel()
+            while later not in holder.asked:  # the next one's turn has come
+                await asyncio.wait([other], timeout=0.01)
+    for task in (one, other, config):
+        task.cancel()
+    await asyncio.wait([one, other, config])
+    await fetcher.close()
 
 
 async def test_fetch_ends_with_its_last_waiter_and_off_the_list(world: World) -> None:
