@@ -321,17 +321,25 @@ class Library:
         async with self._turn:
             if await self._find(name, image) is None:
                 try:
+                    await self._bring_manifests(image.manifest)
                     await self.engine.pull(image.manifest, image.config.hex()[:32])
-                except EngineError as error:
+                except (EngineError, FetchFailed) as error:
                     states = [self.fetcher.state(digest)[1] for digest in self._store.reach(image.manifest)]
                     words = "; ".join(dict.fromkeys(why for why in states if why))
                     missing = (
                         f"image {name} ({short(image.config)}) is not on this node, and could not be fetched: {words}"
                     )
-                    raise (BadImage(missing) if words else error) from error
+                    raise (BadImage(missing) if words else EngineError(str(error))) from error
             if await self._find(name, image) is None:
                 raise EngineError("the engine pulled the image, and has it under none of its digests")
         self._changed()
+
+    async def _bring_manifests(self, digest: bytes) -> None:
+        """Bring an image's manifests, which say that its blobs may be fetched. An engine that has them asks only for blobs."""
+        await self.fetcher.bring(digest)
+        for_here = (await asyncio.to_thread(self._store.peek, digest)).for_here
+        if for_here is not None:
+            await self.fetcher.bring(for_here.hash)
 
     def words(self, image: Image) -> str:
         """Return the progress of a pull."""

@@ -1,6 +1,7 @@
 """The images of a node: lists that other nodes publish, as the library takes them, and what its engine has."""
 
 import asyncio
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ import pytest
 
 from membership.records import Record
 from mesh.api.handlers.images import how_far
+from mesh.execution.engine import EngineError
 from mesh.images import library as library_module
 from mesh.images.allowlist import Entry, Image
 from mesh.images.blobs import BlobStore, FetchFailed
@@ -15,6 +17,7 @@ from mesh.images.engine import StoredImage
 from mesh.images.library import Library
 from mesh.images.retention import Bounds
 from mesh.util.shared_task import SharedTask
+from tests.images.samples import index_of, manifest_of
 from tests.images.test_catalogue import Campus, record
 
 A, B = Image(b"a" * 32, b"m" * 32), Image(b"b" * 32, b"n" * 32)
@@ -55,8 +58,15 @@ def library_of(campus: Campus, root: Path, membership: Membership, changes: list
 class Engine:
     """A fake engine that has images, and lists those that it had at the last look."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: BlobStore | None = None) -> None:
         self.has = set[bytes]()
+        self.store, self.known = store, list[set[bytes]]()
+
+    async def pull(self, manifest: bytes, tag: str) -> None:
+        """Note what the node knows of the image by now."""
+        assert self.store is not None
+        self.known.append(self.store.reach(manifest))
+        self.has.add(self.store.variant(manifest).blobs[0].hash)
 
     async def images(self) -> list[StoredImage]:
         return [StoredImage(one, (), 5) for one in self.has]
@@ -80,6 +90,39 @@ async def test_image_that_came_although_its_fetch_was_stopped_is_here(tmp_path: 
     engine.has.add(A.config)
     assert await library.fetch(A, "tool") is None
     assert how_far(library, A.config).here
+
+
+class Fetcher:
+    """A fake fetcher of these manifests."""
+
+    def __init__(self, store: BlobStore, *manifests: bytes) -> None:
+        self.store, self.manifests = store, {sha256(one).digest(): one for one in manifests}
+
+    async def bring(self, digest: bytes) -> None:
+        if digest not in self.manifests:
+            raise FetchFailed("nobody has it")
+        self.store.keep(self.manifests[digest])
+
+    def state(self, digest: bytes) -> tuple[int, str]:
+        return 0, ""
+
+
+async def test_manifests_are_here_before_the_engine_pulls(tmp_path: Path) -> None:
+    """Regression: an engine keeps manifests for a while, and then asked only for blobs, which nothing said to be of the image."""
+    library, store = library_of(Campus(), tmp_path, Membership(), []), BlobStore(tmp_path, 1 << 20)
+    library._store, engine = store, Engine(store)
+    library._stores["docker"] = library.engine = cast(Any, engine)
+    manifest = manifest_of(b"config", ())
+    index = index_of(amd64=manifest, arm64=manifest)
+    whole = {sha256(one).digest() for one in (b"config", manifest, index)}
+    image = Image(sha256(b"config").digest(), sha256(index).digest())
+    library.fetcher = cast(Any, Fetcher(store, index))
+    with pytest.raises(EngineError, match="nobody has it"):
+        await library._pull(image, "tool")
+    assert not engine.known
+    library.fetcher = cast(Any, Fetcher(store, index, manifest))
+    await library._pull(image, "tool")
+    assert engine.known == [whole]
 
 
 async def test_blob_of_no_listed_image_is_not_fetched(tmp_path: Path) -> None:
