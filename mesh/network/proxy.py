@@ -164,7 +164,6 @@ class Proxy:
         """Connect to an allowed destination, at an address that was checked. Refusal."""
         if where not in self._allowed:
             raise Refusal(403, f"{where} is not among the hosts that the job asked for (mesh run --network)", where)
-        self._spend(0)
         host, _, port = where.rpartition(":")
         try:
             addresses = await self._resolve(host)
@@ -325,8 +324,6 @@ async def _event(connection: h11.Connection, read: Read) -> h11.Event:
     """Return the next event of a connection; RemoteProtocolError if it ends too early."""
     while True:
         event = connection.next_event()
-        if event is h11.PAUSED:
-            raise h11.RemoteProtocolError("nothing more is expected")
         if not isinstance(event, type(h11.NEED_DATA)):
             return event  # type: ignore[return-value]
         connection.receive_data(await read())
