@@ -68,10 +68,9 @@ def combine_shares(realm: bytes, shares: Iterable[Share]) -> StateCipher | None:
     for (_, threshold), found in splits.items():
         ordered = sorted(found, key=lambda share: share.x)
         for chosen in islice(combinations(ordered, threshold), MOST_TRIED):
-            if len({share.x for share in chosen}) == threshold:
-                cipher = StateCipher(_interpolate(chosen))
-                if cipher.realm == realm:
-                    return cipher
+            cipher = StateCipher(_interpolate(chosen))
+            if cipher.realm == realm:
+                return cipher
     return None
 
 

@@ -64,6 +64,8 @@ def test_shares_are_random() -> None:
     splits = [split_key(CIPHER, NODES[:3]) for _ in range(2)]
     values = {share.value for split in splits for share in split.values()}
     assert len(values) == 6 and CIPHER.key not in values
+    for value in values:
+        assert len({byte ^ of_key for byte, of_key in zip(value, CIPHER.key, strict=True)}) > 1, "each byte has its own"
 
 
 def test_many_shares_of_other_splits_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ class Campus:
         self.names = {identity.node_id: name for name, identity in self.ids.items()}
         self.cipher = StateCipher.generate()
         self.gone: set[str] = set()
+        self.stuck: set[str] = set()  # they never answer
+        self.garbled: set[str] = set()  # they answer what is no answer
         self.calls: list[str] = []
         self.rings: dict[str, Keyring] = {}
         self.parts: dict[str, Participant] = {}
@@ -109,11 +111,18 @@ class Hands:
         self.campus, self.caller = campus, caller
 
     async def call(self, node: bytes, method: str, path: str, body: bytes = b"", timeout_s: float = 0) -> bytes:
-        campus, name = self.campus, self.campus.names[node]
-        campus.calls.append(f"{self.caller}->{name} {path.rsplit('/', 1)[1]}")
-        await asyncio.sleep(0)
+        campus, name, what = self.campus, self.campus.names[node], path.rsplit("/", 1)[1]
+        campus.calls.append(f"{self.caller}->{name} {what}")
+        assert what in {"witness-record", campus.kind.key_call, campus.kind.share_call} and 0 < timeout_s < 60
+        try:
+            await (asyncio.Event().wait() if name in campus.stuck else asyncio.sleep(0))
+        except asyncio.CancelledError:
+            campus.calls.append(f"{self.caller}->{name} given up")
+            raise
         if name in campus.gone:
             raise PeerError("it is gone")
+        if name in campus.garbled:
+            return b"\xc1"
         credentials, ring = campus.credentials(self.caller), campus.rings[name]
         if path.endswith("/witness-record"):
             witness = campus.parts[name].witnesses.get(JOB)
@@ -139,10 +148,50 @@ async def campus(tmp_path: Path) -> AsyncIterator[Campus]:
         await journal.close()
 
 
+async def test_runner_asks_the_witnesses_first_and_each_node_once(campus: Campus) -> None:
+    await campus.key("D")
+    assert {*campus.calls} == {f"D->{name} key" for name in "ABC"}
+    campus.gone = {*"ABC"}
+    campus.calls.clear()
+    with pytest.raises(NoKey):
+        await campus.key("E")
+    assert sorted(campus.calls) == [f"E->{name} key" for name in "ABCDF"]
+
+
+async def test_witness_that_is_stuck_or_garbles_delays_nothing(campus: Campus) -> None:
+    campus.stuck = {"A"}
+    async with asyncio.timeout(60):
+        assert await campus.key("D") == campus.cipher.key
+        await asyncio.sleep(0)
+    assert "D->A given up" in campus.calls
+    await campus.boot("D")
+    campus.stuck, campus.garbled = set(), {"A"}
+    campus.rings["D"]._keys.clear()
+    assert await campus.key("D") == campus.cipher.key
+
+
+async def test_runner_gives_the_whole_key_to_its_gang_and_its_user(campus: Campus) -> None:
+    """It is no witness of the job."""
+    await campus.key("D")
+    runs: Any = Runs(campus.spec, Config(0, 0, voters(*campus.nodes("ABC"))))
+    runs.record = campus.witness("A", "ABC", holder="D", gang="F").witness_record.record
+    assert await campus.rings["D"].held_for(JOB, campus.credentials("F")) is None, "the job does not run there"
+    campus.parts["D"].runners[JOB] = runs
+    assert await campus.rings["D"].held_for(JOB, campus.credentials("E")) is None
+    for name in "AF":
+        held = await campus.rings["D"].held_for(JOB, campus.credentials(name))
+        assert held is not None and held.key == campus.cipher.key
+    campus.gone = {*"ABC"}
+    found = await campus.rings["F"].cipher(JOB, campus.spec, campus.nodes("D"))
+    assert found is not None and found.key == campus.cipher.key
+    assert "F->E key" not in campus.calls, "its gang is asked first"
+
+
 async def test_runner_gets_the_key_from_a_majority_of_witnesses(campus: Campus) -> None:
     campus.gone = {"A"}
     assert await campus.key("D") == campus.cipher.key
     campus.gone = {"A", "B"}
+    campus.rings["D"].forget(campus.spec)
     assert await campus.key("D") == campus.cipher.key, "the runner keeps the key in memory"
     await campus.boot("D")
     assert await campus.key("D") == campus.cipher.key, "the runner keeps the key on disk"
@@ -198,13 +247,15 @@ async def test_shares_are_combined_beside_the_event_loop(campus: Campus, monkeyp
 
 
 async def test_key_of_another_realm_is_not_taken(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def lies(job: bytes, caller: Credentials) -> Held:
-        return Held(key=bytes(32))
+    for key in (bytes(32), b"short"):
 
-    for name in "AB":
-        monkeypatch.setattr(campus.rings[name], "held_for", lies)
-    with pytest.raises(NoKey):
-        await campus.key("D")
+        async def lies(job: bytes, caller: Credentials, key: bytes = key) -> Held:
+            return Held(key=key)
+
+        for name in "AB":
+            monkeypatch.setattr(campus.rings[name], "held_for", lies)
+        with pytest.raises(NoKey):
+            await campus.key("D")
 
 
 async def test_replaced_witness_follows_the_groups_to_the_current_runner(campus: Campus) -> None:
@@ -240,8 +291,10 @@ async def test_runner_gives_new_witnesses_enough_shares_for_the_key(campus: Camp
     runner: Any = Runs(campus.spec, Config(1, 1, voters(*campus.nodes("DEF"))))
     ring = campus.rings["D"]
     campus.gone = {"F"}
-    ring.share_with_new_witnesses(JOB, runner)
+    for _ in range(2):
+        ring.share_with_new_witnesses(JOB, runner)
     await ring._sharing[JOB]
+    assert [call for call in campus.calls if "share" in call] == ["D->E share", "D->F share"]
     ring.share_with_new_witnesses(JOB, runner)
     campus.gone = set()
     await ring._sharing[JOB]  # the runner tries F again
@@ -257,6 +310,8 @@ async def test_runner_gives_new_witnesses_enough_shares_for_the_key(campus: Camp
     ring.share_with_new_witnesses(JOB, runner)
     await ring._sharing[JOB]
     assert len(campus.calls) > calls, "a witness with a new disk needs a new share"
+    ring.share_with_new_witnesses(JOB, None)
+    assert not ring._shared, "the job runs elsewhere"
 
     campus.gone = {*"ABCD"}
     for name in "EF":
@@ -271,6 +326,21 @@ async def test_no_shares_are_given_while_the_group_changes(campus: Campus) -> No
     runner: Any = Runs(campus.spec, joint)
     campus.rings["D"].share_with_new_witnesses(JOB, runner)
     assert not campus.rings["D"]._sharing
+    runner.config = Config(0, 0, voters(*campus.nodes("ABC")))
+    campus.rings["D"].share_with_new_witnesses(JOB, runner)
+    assert not campus.rings["D"]._sharing, "the first group has the shares of the job's description"
+
+
+async def test_close_gives_up_what_it_shares(campus: Campus) -> None:
+    await campus.key("D")
+    runner: Any = Runs(campus.spec, Config(1, 1, voters(*campus.nodes("DEF"))))
+    campus.stuck = {*"EF"}
+    campus.rings["D"].share_with_new_witnesses(JOB, runner)
+    async with asyncio.timeout(60):
+        while "D->F share" not in campus.calls:
+            await asyncio.sleep(0)
+        await campus.rings["D"].close()
+    assert {"D->E given up", "D->F given up"} <= {*campus.calls}
 
 
 async def test_few_of_many_keys_are_ready_in_memory(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +380,8 @@ async def test_collected_key_goes_with_the_job_and_the_last_data_that_it_opens(c
     await campus.boot("D")
     assert not await kept()
     assert await campus.key("D") == campus.cipher.key, "its witnesses give it again"
+    assert campus.rings["D"].known(realm) is not None
+    assert not await kept(), "without a restart, too"
 
 
 @pytest.mark.parametrize("change", ["INSERT", "DELETE"])
@@ -364,6 +436,13 @@ async def test_half_of_a_group_does_not_give_the_key(campus: Campus) -> None:
     assert await campus.rings["A"].held_for(JOB, campus.credentials("D")) is None
 
 
+async def test_most_of_those_that_answer_are_no_majority_of_a_group(campus: Campus) -> None:
+    for name in "ABCEF":
+        campus.witness(name, "ABCEF", holder="D" if name in "EF" else None)
+    campus.gone = {"B", "C"}
+    assert await campus.rings["A"].held_for(JOB, campus.credentials("D")) is None
+
+
 async def test_share_is_on_disk_before_it_is_confirmed(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
     ring, written = campus.rings["B"], asyncio.Event()
     save = ring._journal.save_shares
@@ -381,7 +460,8 @@ async def test_share_is_on_disk_before_it_is_confirmed(campus: Campus, monkeypat
     assert await storing
     for number in range(2 * SPLITS_KEPT):
         await ring.store_share(JOB, campus.credentials("D"), msgspec.structs.replace(share, split_id=bytes([number])))
-    assert len((await ring._journal.shares())[JOB]) == SPLITS_KEPT, "the newest"
+    kept = [decode_share(one).split_id for one in (await ring._journal.shares())[JOB]]
+    assert kept == [bytes([number]) for number in range(SPLITS_KEPT, 2 * SPLITS_KEPT)], "the newest"
 
 
 async def test_witness_takes_shares_only_from_the_runner_or_the_user(campus: Campus) -> None:

@@ -259,6 +259,14 @@ async def test_key_of_secrets_is_on_no_disk(campus: SecretCampus) -> None:
         await campus.key("D")
 
 
+async def test_keys_of_what_jobs_save_are_left_alone(campus: SecretCampus) -> None:
+    """They are in the same journal, and none of them opens secrets."""
+    await campus.rings["D"]._journal.save_key(CIPHER.realm, CIPHER.key, True)
+    await campus.boot("D")
+    await campus.rings["D"].tidy(frozenset)
+    assert CIPHER.realm in await campus.rings["D"]._journal.keys() and campus.rings["D"].known(CIPHER.realm) is None
+
+
 @pytest.mark.parametrize("who", ["A", "B", "E"])
 async def test_neither_the_user_nor_a_witness_nor_another_member_gets_it(campus: SecretCampus, who: str) -> None:
     with pytest.raises(NoKey, match="not for you"):
