@@ -265,6 +265,9 @@ class DataDirectory:
                 continue
             except DataError as error:
                 self._blame(node, f"of data set {identity.hex()[:12]}, {error}")
+                if data_id(sealed) != identity:  # other nodes may give the right one
+                    _remember(self._lacking, (node, identity), time.monotonic() + AGAIN_S)
+                    continue
                 _remember(self._refused, identity, (str(error), time.monotonic() + AGAIN_S))
                 return
             self.remember(identity, sealed, manifest)

@@ -16,6 +16,7 @@ from mesh.data.directory import LEARNED, DataDirectory
 from mesh.data.manifest import (
     GROUP,
     KIND,
+    MAX_SEALED,
     SECTION,
     DataError,
     DataManifest,
@@ -56,6 +57,7 @@ class Mesh:
         self.blamed: list[NodeId] = []
         self.kept: set[bytes] = set()
         self.absent: set[NodeId] = set()
+        self.status = 404  # of a node that does not give what it has announced
         self.heard: list[DataManifest] = []
         membership: Any = SimpleNamespace(
             credentials=self.credentials[ADA.node_id],
@@ -77,13 +79,15 @@ class Mesh:
         )
 
     async def _on_heard(self, manifest: DataManifest) -> None:
+        assert manifest in self.directory.known.values()
         self.heard.append(manifest)
 
     async def _call(self, node: NodeId, method: str, path: str, timeout_s: float, answer_bytes: int) -> bytes:
+        assert (timeout_s, answer_bytes) == (directory_module.ASK_S, MAX_SEALED)
         identity = bytes.fromhex(path.split("/")[3])
         self.asked.append((node, identity))
         if (node, identity) not in self.answers:
-            raise PeerError("it does not have it", 404)
+            raise PeerError("it does not have it", self.status)
         return self.answers[node, identity]
 
     def made(
@@ -127,6 +131,7 @@ def mesh() -> Mesh:
 async def test_manifest_is_learnt_from_any_holder(mesh: Mesh) -> None:
     pictures = mesh.made(BOB)
     mesh.announces(EVE, pictures)
+    mesh.announces(BOB, pictures)
     await mesh.directory.learn()
     assert mesh.directory.known == {pictures[0]: pictures[2]} and mesh.heard == [pictures[2]]
     assert mesh.directory.sealed(pictures[0]) == pictures[1] and not mesh.blamed
@@ -135,7 +140,7 @@ async def test_manifest_is_learnt_from_any_holder(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("kind", ["data set", "group"])
-@pytest.mark.parametrize("lie", ["another", "signer", "name", "stranger"])
+@pytest.mark.parametrize("lie", ["another", "signer", "name", "stranger", "kind", "mesh", "chain"])
 async def test_false_manifest_is_refused_and_its_giver_blamed(mesh: Mesh, lie: str, kind: str) -> None:
     made = mesh.made if kind == "data set" else mesh.group
     one, sealed, manifest = made(BOB)
@@ -145,8 +150,12 @@ async def test_false_manifest_is_refused_and_its_giver_blamed(mesh: Mesh, lie: s
         one, sealed, manifest = made(EVE, user="bob", user_key=manifest.user_key, chain=manifest.chain)
     elif lie == "name":
         one, sealed, manifest = made(EVE, user="bob")
+    elif lie == "chain":
+        one, sealed, manifest = made(BOB, chain=b"?")
     else:
-        sealed = seal(Identity(b"x" * 32), mesh.trust.mesh_id, KIND, encode_manifest(manifest))
+        signer = Identity(b"x" * 32) if lie == "stranger" else BOB
+        mesh_id = mesh.trust.mesh_id if lie != "mesh" else bytes(len(mesh.trust.mesh_id))
+        sealed = seal(signer, mesh_id, KIND if lie != "kind" else "job", encode_manifest(manifest))
         one = data_id(sealed)
     mesh.announces(EVE, (one, sealed, manifest))
     await mesh.directory.learn()
@@ -157,16 +166,74 @@ async def test_false_manifest_is_refused_and_its_giver_blamed(mesh: Mesh, lie: s
     assert len(mesh.asked) == 1, "it is not asked for again at once"
 
 
-async def test_refused_manifest_is_asked_for_again_later(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [None, b"?"])
+async def test_manifest_that_was_not_given_is_asked_for_again_later(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+) -> None:
     one, sealed, manifest = mesh.made(BOB)
     mesh.announces(EVE, (one, sealed, manifest), gives=False)
-    mesh.answers[EVE.node_id, one] = b"?"
+    if answer is not None:
+        mesh.answers[EVE.node_id, one] = answer
     await mesh.directory.learn()
     mesh.answers[EVE.node_id, one] = sealed
     begun = time.monotonic()
     monkeypatch.setattr(directory_module.time, "monotonic", lambda: begun + directory_module.AGAIN_S + 1)
     await mesh.directory.learn()
     assert one in mesh.directory.known
+
+
+@pytest.mark.parametrize("lie", [None, b"?"])
+async def test_node_that_does_not_give_a_manifest_hides_it_on_no_other(mesh: Mesh, lie: bytes | None) -> None:
+    pictures = mesh.made(BOB)
+    mesh.announces(EVE, pictures, gives=False)
+    if lie is not None:
+        mesh.answers[EVE.node_id, pictures[0]] = lie
+    await mesh.directory.learn()
+    assert mesh.blamed == ([] if lie is None else [EVE.node_id])
+    mesh.announces(BOB, pictures)
+    await mesh.directory.learn()
+    assert pictures[0] in mesh.directory.known and len(mesh.asked) == 2
+    both = mesh.made(BOB, name="voices")
+    mesh.announces(EVE, both, gives=False)
+    if lie is not None:
+        mesh.answers[EVE.node_id, both[0]] = lie
+    mesh.announces(BOB, both)
+    await mesh.directory.learn()
+    assert both[0] in mesh.directory.known, "the next one is asked at once"
+
+
+async def test_node_that_was_too_busy_is_asked_again_at_once(mesh: Mesh) -> None:
+    pictures, mesh.status = mesh.made(BOB), 503
+    mesh.announces(BOB, pictures, gives=False)
+    for _ in range(2):
+        await mesh.directory.learn()
+    assert mesh.asked == [(BOB.node_id, pictures[0])] * 2
+
+
+async def test_few_holders_are_asked_at_a_time(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "SOURCES", 1)
+    pictures = mesh.made(BOB)
+    mesh.announces(EVE, pictures, gives=False)
+    mesh.announces(BOB, pictures)
+    with pytest.raises(FetchFailed, match="no node gives its manifest"):
+        await mesh.directory.manifest(pictures[0])
+    assert len(mesh.asked) == 1
+
+
+async def test_manifest_that_is_known_is_asked_of_nobody(mesh: Mesh) -> None:
+    pictures = mesh.made(BOB)
+    mesh.directory.remember(*pictures)
+    assert await mesh.directory.manifest(pictures[0]) == pictures[2] and not mesh.asked
+
+
+async def test_versions_of_one_number_have_the_same_order_on_each_node(mesh: Mesh) -> None:
+    """Two machines of a user may add a version in the same moment."""
+    one, other = mesh.made(BOB), mesh.made(BOB, created_unix=int(NOW) + 1)
+    for first, then in ((one, other), (other, one)):
+        node = Mesh()
+        for version in (first, then):
+            node.directory.remember(*version)
+        assert node.directory.newest_of(one[2].key) == max(one[0], other[0])
 
 
 async def test_only_newer_versions_are_asked_for_and_the_newest_counts(mesh: Mesh) -> None:
@@ -202,6 +269,15 @@ async def test_name_means_the_data_set_of_its_user(mesh: Mesh) -> None:
     assert await mesh.directory.resolve("nobody/pictures") is None
 
 
+async def test_data_sets_of_one_name_hide_no_other_users(mesh: Mesh) -> None:
+    mesh.directory.remember(*mesh.made(ADA, number=9))
+    theirs = mesh.made(BOB), mesh.made(EVE)
+    mesh.announces(BOB, theirs[0])
+    mesh.announces(EVE, theirs[1])
+    assert await mesh.directory.resolve("bob/pictures") == (theirs[0][0], theirs[0][2])
+    assert mesh.asked == [(BOB.node_id, theirs[0][0])], "only what is wanted is asked for"
+
+
 async def test_name_of_a_user_whose_machines_are_away_means_what_is_kept_here(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +289,8 @@ async def test_name_of_a_user_whose_machines_are_away_means_what_is_kept_here(
     assert await mesh.directory.resolve("eve/pictures") is None
     mesh.directory.remember(other[0], other[1], msgspec.structs.replace(other[2], user="bob"))
     assert await mesh.directory.resolve("bob/pictures") is None, "two users of that name"
+    monkeypatch.undo()
+    assert await mesh.directory.resolve("bob/pictures") == (bobs[0], bobs[2]), "the present one has been seen"
 
 
 async def test_removed_data_set_has_no_name(mesh: Mesh) -> None:
@@ -262,15 +340,17 @@ async def test_name_means_a_group_or_a_data_set(mesh: Mesh) -> None:
     assert await mesh.directory.resolve_group("bob/vision") is None, "nobody is in it"
 
 
-async def test_groups_of_a_data_set_are_asked_for_with_it(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_of_a_data_set_are_asked_for_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be learnt in time, but a job must not fail before that."""
     monkeypatch.setattr(directory_module, "LEARNED", 1)
-    vision = Group(mesh.credentials[BOB.node_id].user_key, "bob", "vision")
-    pictures, members = mesh.made(EVE, groups=(vision,)), mesh.group(BOB, ADA)
-    mesh.announces(EVE, pictures, *(mesh.made(EVE, name=f"flood{number}") for number in range(50)))
-    mesh.announces(BOB, members)
-    assert await mesh.directory.resolve("eve/pictures") == (pictures[0], pictures[2])
-    assert mesh.directory.group(vision) == members[2] and not mesh.blamed
+    for _ in range(8):
+        mesh = Mesh()
+        vision = Group(mesh.credentials[BOB.node_id].user_key, "bob", "vision")
+        pictures, members = mesh.made(EVE, groups=(vision,)), mesh.group(BOB, ADA)
+        mesh.announces(EVE, pictures, *(mesh.made(EVE, name=f"flood{number}") for number in range(9)))
+        mesh.announces(BOB, members)
+        assert await mesh.directory.resolve("eve/pictures") == (pictures[0], pictures[2])
+        assert mesh.directory.group(vision) == members[2] and not mesh.blamed
 
 
 async def test_claims_are_those_of_other_nodes_that_are_there(mesh: Mesh) -> None:
@@ -283,8 +363,11 @@ async def test_claims_are_those_of_other_nodes_that_are_there(mesh: Mesh) -> Non
         body = encode_announced([], [pictures[0]])
         mesh.sections[node.node_id] = SimpleNamespace(node=node.node_id, section=SECTION, body=body)
     assert mesh.directory.fetching(pictures[0]) == [BOB.node_id] and mesh.directory.holders(pictures[0]) == []
+    assert mesh.directory.fetching(b"?" * 32) == []
     mesh.sections[BOB.node_id] = SimpleNamespace(node=BOB.node_id, section=SECTION, body=b"\xc1")
-    assert mesh.directory.holders(pictures[0]) == [], "an announcement that cannot be read claims nothing"
+    assert mesh.directory.fetching(pictures[0]) == [], "an announcement that cannot be read claims nothing"
+    mesh.sections[BOB.node_id] = SimpleNamespace(node=BOB.node_id, section=SECTION + "-of-later", body=body)
+    assert mesh.directory.fetching(pictures[0]) == []
 
 
 @pytest.mark.parametrize(("lending", "body"), [(True, None), (False, None), (False, b"\xc1")])
@@ -304,7 +387,23 @@ async def test_manifests_in_memory_are_bounded_and_what_is_here_stays(
     for number in range(5):
         mesh.directory.remember(*mesh.made(EVE, name=f"flood{number}"))
     assert len(mesh.directory.known) == 3 and here[0] in mesh.directory.known
-    assert len(mesh.directory.newest()) == 3
+    assert len(mesh.directory.newest()) == len(mesh.directory._sealed) == 3
+    mesh.kept.update(mesh.directory.known)
+    also = mesh.made(BOB)
+    mesh.directory.remember(*also)
+    assert mesh.directory.sealed(also[0]) == also[1] and len(mesh.directory.known) == 4, "nothing may be forgotten"
+    newer = mesh.made(EVE, name="here", number=2)
+    mesh.directory.remember(*newer)
+    mesh.directory.remember(*mesh.made(BOB, name="last"))
+    assert newer[0] not in mesh.directory.known and mesh.directory.with_newest(here[0]) == (here[2], here[2])
+
+
+def test_what_nodes_refuse_or_lack_is_remembered_for_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "MAX_KNOWN", 3)
+    known: dict[int, int] = {}
+    for number in range(5):
+        directory_module._remember(known, number, number)
+    assert known == {2: 2, 3: 3, 4: 4}
 
 
 async def test_manifests_of_one_member_displace_those_of_no_other(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +428,14 @@ async def test_one_look_asks_for_a_bounded_number_of_manifests(mesh: Mesh) -> No
     mesh.announces(EVE, *(mesh.made(EVE, name=f"flood{number}") for number in range(LEARNED + 5)))
     await mesh.directory.learn()
     assert len(mesh.asked) == LEARNED
+
+
+async def test_each_look_asks_in_an_order_of_its_own(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node can tell which of its claims, or whose, are asked for first."""
+    claimed = {BOB.node_id: [b"1", b"2"], EVE.node_id: [b"3", b"4"]}
+    orders = {tuple(mesh.directory._in_turn(claimed, ())) for _ in range(100)}
+    assert {order[0] for order in orders} == {b"1", b"2", b"3", b"4"}
+    assert all({*order[:2]} & {b"1", b"2"} and {*order[:2]} & {b"3", b"4"} for order in orders), "one of each"
 
 
 async def test_claims_of_sets_that_nobody_gives_hide_no_other(mesh: Mesh) -> None:
