@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ckptstore.cipher import StateCipher
 from membership.identity import Identity, encrypt_to
 from mesh.data import keys as module
+from mesh.data.directory import ASK_S
 from mesh.data.keys import DataKeys, open_key, seal_key
 from mesh.data.manifest import DataError, DataManifest, FetchFailed, Group, Reader
 from mesh.model.spec import DataNeed
@@ -30,7 +31,7 @@ class World:
 
     def __init__(self, root: Path) -> None:
         self.root, self.identity = root / "keys", Identity.generate()
-        self.revoked: set[bytes] = set()
+        self.revoked, self.absent = set[bytes](), set[bytes]()
         self.seen = {
             node: SimpleNamespace(user_key=user, through=through)
             for node, user, through in (
@@ -51,7 +52,9 @@ class World:
         trust: Any = SimpleNamespace(revoked=self.revoked, seen=lambda: self.seen)
         own = SimpleNamespace(node_id=b"A" * 32, user_key=ADA, user="ada")
         names = {b"A" * 32: "ada", b"B" * 32: "bob", b"C" * 32: "bob", b"E" * 32: "eve", b"F" * 32: "ada"}
-        members = [SimpleNamespace(node_id=node, user=user, present=True) for node, user in names.items()]
+        members = [
+            SimpleNamespace(node_id=node, user=user, present=node not in self.absent) for node, user in names.items()
+        ]
         membership: Any = SimpleNamespace(credentials=own, members=lambda: members)
         peers: Any = SimpleNamespace(call=self._call)
         directory: Any = SimpleNamespace(may_read=lambda identity, user: self.readable, group=self.groups.get)
@@ -60,7 +63,7 @@ class World:
         return keys
 
     async def _call(self, node: bytes, method: str, path: str, timeout_s: float, answer_bytes: int) -> bytes:
-        assert (method, path, answer_bytes) == ("GET", f"/v1/data/{SET.hex()}/key", 32)
+        assert (method, path, answer_bytes, timeout_s) == ("GET", f"/v1/data/{SET.hex()}/key", 32, ASK_S)
         self.asked.append(node)
         if (key := self.answers.get(node)) is None:
             raise PeerError("this node does not have the key of the data set")
@@ -96,6 +99,10 @@ def test_versions_have_one_key_until_somebody_is_to_read_no_more(world: World) -
     assert without.key != first.key, "bob could have the key"
     assert world.keys.for_version("pictures", [EVE, BOB]).key == without.key
     assert world.keys.for_version("pictures", []).key not in {first.key, without.key}
+    other = world.keys.for_version("pictures", [EVE])
+    assert world.keys.for_version("pictures", [BOB]).key != other.key, "one has come, another is to read no more"
+    drawn = world.keys.for_version("voices", [BOB])
+    assert world.keys.for_version("voices", []).key != drawn.key
     for cipher in (first, without):
         known = world.keys.known(cipher.realm)
         assert known is not None and known.key == cipher.key, "older versions stay readable"
@@ -113,7 +120,10 @@ def test_another_key_is_drawn_after_a_revocation_that_concerns_a_reader(world: W
     third = keys.for_version("pictures", [BOB])
     assert third.key != second.key, "nobody knows whose node that was"
     world.revoked.add(b"A" * 32)
-    assert keys.for_version("pictures", [BOB]).key != third.key, "another node of the owner's"
+    fourth = keys.for_version("pictures", [BOB])
+    assert fourth.key != third.key, "another node of the owner's"
+    world.seen[b"D" * 32] = SimpleNamespace(user_key=BOB, through=(b"E" * 32,))
+    assert keys.for_version("pictures", [BOB]).key != fourth.key, "bob's, if it is, came in by eve's node"
 
 
 def test_another_key_is_drawn_once_a_member_of_a_group_is_left_out(world: World) -> None:
@@ -134,8 +144,11 @@ def test_another_key_is_drawn_once_a_member_of_a_group_is_left_out(world: World)
 def test_member_who_came_and_left_unseen_could_have_the_key(world: World) -> None:
     world.set_group(5, 5, BOB)
     first = world.keys.for_version("pictures", [], [VISION])
+    later = world.keys.for_version("voices", [BOB])
+    assert world.keys.for_version("voices", [BOB], [VISION]).key == later.key
     world.set_group(9, 8, BOB)  # version 7 had eve, and version 8 left them out
     assert world.keys.for_version("pictures", [], [VISION]).key != first.key
+    assert world.keys.for_version("voices", [BOB], [VISION]).key != later.key
 
 
 def test_another_key_is_drawn_for_a_version_that_leaves_out_a_group(world: World) -> None:
@@ -178,6 +191,26 @@ def test_files_of_keys_open_with_the_key_of_the_node_alone(world: World) -> None
     assert world.keys.known(cipher.realm) is None
 
 
+def test_key_is_on_the_disk_before_anything_is_encrypted_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, synced, write = world.keys, list[int](), module.write_durably
+    monkeypatch.setattr(module, "write_durably", lambda path, data: Path("/nowhere/key").write_bytes(data))
+    with pytest.raises(FileNotFoundError):
+        keys.for_version("pictures", [])
+    monkeypatch.setattr(module, "write_durably", write)
+    monkeypatch.setattr(os, "fsync", synced.append)
+    cipher = keys.for_version("pictures", [])
+    assert world.keys.known(cipher.realm) is not None and synced
+
+
+def test_key_is_in_no_core_dump(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[None]()
+    monkeypatch.setattr(module, "no_core_dumps", lambda: asked.append(None))
+    cipher = world.keys.for_version("pictures", [])
+    assert len(asked) == 1
+    world.keys.lend(version(cipher), cipher.key)
+    assert len(asked) == 2
+
+
 @given(st.binary(max_size=200), st.booleans())
 def test_damaged_file_of_a_key_is_no_key(tmp_path_factory: pytest.TempPathFactory, data: bytes, sealed: bool) -> None:
     world = World(tmp_path_factory.mktemp("node"))
@@ -192,11 +225,17 @@ def test_file_of_another_key_is_not_taken_for_it(world: World) -> None:
     (path,) = world.root.iterdir()
     path.rename(path.with_name("ab" * 32))
     assert world.keys.known(cipher.realm) is None and world.keys.known(b"\xab" * 32) is None
+    os.utime(world.root / ("ab" * 32), (1, 1))
+    (world.root / ("cd" * 32)).mkdir()
+    os.utime(world.root / ("cd" * 32), (1, 1))
+    other = world.keys.for_version("pictures", [])
+    assert world.keys.known(other.realm) is not None, "what is wrong hides no other"
 
 
-async def test_reader_asks_the_owner_and_other_readers_and_keeps_what_it_gets(world: World) -> None:
+@pytest.mark.parametrize("wrong", [b"w" * 32, b"short"])
+async def test_reader_asks_the_owner_and_other_readers_and_keeps_what_it_gets(world: World, wrong: bytes) -> None:
     cipher = StateCipher.generate()
-    world.answers = {b"F" * 32: b"w" * 32, b"B" * 32: cipher.key, b"E" * 32: cipher.key}
+    world.answers = {b"F" * 32: wrong, b"B" * 32: cipher.key, b"E" * 32: cipher.key}
     found = await world.keys.cipher(SET, version(cipher))
     assert found is not None and found.key == cipher.key
     assert world.asked == [b"F" * 32, b"B" * 32], "the owner's, whose answer is another key; then a reader's"
@@ -204,6 +243,18 @@ async def test_reader_asks_the_owner_and_other_readers_and_keeps_what_it_gets(wo
     again = await world.keys.cipher(SET, version(cipher))
     assert again is not None and again.key == cipher.key and world.asked == []
     assert await world.keys.cipher(SET, version(None)) is None
+
+
+async def test_few_nodes_that_are_there_are_asked_for_a_key(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    cipher = StateCipher.generate()
+    world.absent = {b"F" * 32}
+    with pytest.raises(FetchFailed):
+        await world.keys.cipher(SET, version(cipher))
+    assert world.asked == [b"B" * 32, b"C" * 32]
+    monkeypatch.setattr(module, "SOURCES", 1)
+    with pytest.raises(FetchFailed):
+        await world.keys.cipher(SET, version(cipher))
+    assert world.asked[2:] == [b"B" * 32]
 
 
 async def test_key_that_nobody_gives_and_one_of_no_reader(world: World) -> None:
@@ -223,8 +274,14 @@ async def test_keys_of_others_are_bounded_and_own_ones_stay(world: World, monkey
     for cipher in ciphers:
         world.answers[b"F" * 32] = cipher.key
         await keys.cipher(SET, version(cipher))
+        assert keys.known(cipher.realm) is not None
     assert [keys.known(one.realm) is not None for one in ciphers] == [False, False, True, True]
     assert keys.known(own.realm) is not None and len(list(world.root.iterdir())) == 3
+    for number, realm in enumerate((ciphers[3].realm, ciphers[2].realm)):
+        os.utime(world.root / realm.hex(), (number, number))
+    keys, world.answers[b"F" * 32] = world.keys, ciphers[0].key
+    await keys.cipher(SET, version(ciphers[0]))
+    assert keys.known(ciphers[2].realm) is not None and keys.known(ciphers[3].realm) is None, "the oldest goes"
 
 
 def test_key_that_a_job_brings_is_here_while_its_guests_are(world: World) -> None:
@@ -237,8 +294,9 @@ def test_key_that_a_job_brings_is_here_while_its_guests_are(world: World) -> Non
     assert keys.known(cipher.realm) is not None
     keys.give_back(two)
     assert keys.known(cipher.realm) is None and not world.root.exists(), "it was in memory alone"
-    with pytest.raises(FetchFailed, match="it is not the key of ada/pictures"):
-        keys.lend(version(cipher), other.key)
+    for wrong in (other.key, b"short"):
+        with pytest.raises(FetchFailed, match="it is not the key of ada/pictures"):
+            keys.lend(version(cipher), wrong)
     for job, need in ((other, brought), (None, brought), (JOB, DataNeed("ada/x", b"x" * 32, key=brought.key))):
         with pytest.raises(FetchFailed, match="cannot be opened"):
             open_key(job, need)
