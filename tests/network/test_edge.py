@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from mesh.network import bpf, tc
+from mesh.network import edge as module
 from mesh.network.device import Device, DeviceLock
-from mesh.network.edge import Edge
+from mesh.network.edge import Edge, lacking_privileges, left_at
 from mesh.network.hooks import Hooks
+from mesh.network.program import BuildError, Programs
 from mesh.network.shaping import BULK, GUEST, HOST, URGENT
 from mesh.network.switch import GUESTS, MIGRATION, Switch
 from mesh.network.tc import EdgeError
@@ -93,6 +95,180 @@ def test_guest_that_cannot_be_attached_is_not_half_attached(
     with pytest.raises(EdgeError, match="no hooks"):
         edge.attach("g0")
     assert edge.state().attached == ()
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    def fail(*words: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_guest_that_has_no_place_in_the_map_is_not_attached(
+    wires: Wires, edges: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edge = edges()
+    monkeypatch.setattr(bpf.Map, "put", fails(OSError("the map is full")))
+    with pytest.raises(EdgeError, match="the map is full"):
+        edge.attach("g0")
+    assert edge.state().attached == () and "clsact" not in wires.tc("qdisc", "show", "dev", "g0")
+
+
+def test_guest_that_is_attached_again_stays_cut_off(wires: Wires, edges: Make) -> None:
+    edge = edges()
+    edge.attach("g0")
+    index, programs = socket.if_nametoindex("g0"), edge._programs
+    assert edge.cut(interface="g0") and programs is not None
+    wires.tc("qdisc", "del", "dev", "g0", "clsact")
+    edge.attach("g0")
+    assert programs.guests.get(index) == 1 and "mesh_guest" in wires.queues()
+    edge.detach("g0")
+    assert programs.guests.get(index) is None, "the next interface may get the number"
+
+
+def test_interface_of_the_same_name_is_another_guest(wires: Wires, edges: Make) -> None:
+    edge = edges()
+    edge.attach("g1")
+    index, programs = socket.if_nametoindex("g1"), edge._programs
+    assert edge.cut(interface="g1") and programs is not None
+
+    def replace() -> None:
+        subprocess.run(["ip", "link", "del", "g1"], check=True)
+        subprocess.run(["ip", "link", "add", "g1", "type", "bridge"], check=True)
+        wires.tc("qdisc", "add", "dev", "g1", "clsact")
+
+    replace()
+    edge.attach("g1")
+    assert "mesh_guest" in wires.tc("filter", "show", "dev", "g1", "ingress")
+    assert programs.guests.get(index) is None and programs.guests.get(socket.if_nametoindex("g1")) == 0
+    replace()
+    edge.detach("g1")
+    assert "clsact" in wires.tc("qdisc", "show", "dev", "g1"), "it is another program's"
+
+
+def test_cut_says_whether_it_reaches_anything(wires: Wires, edges: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a reclaim would rely on it."""
+    edge = edges()
+    assert not edge.cut() and edge.state().guests
+    edge.attach("g0")
+    assert edge.cut() and edges("device", device=UP, mbps=100).cut()
+    monkeypatch.setattr(bpf.Map, "get", fails(OSError("it is being closed")))
+    assert edge.state().cut == ()
+    assert not edge.cut(MIGRATION) and not edge.restore()
+    edge.close()
+    assert not edge.cut() and not edge.state().guests
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "then"),
+    [
+        (bpf.Rejected(22, "invalid argument", "the log"), "invalid argument", "Linux 5.11"),
+        (BuildError("no clang"), "no clang", "apt install clang"),
+        (OSError("no memory"), "no memory", ""),
+        (None, "lacks CAP_NET_ADMIN", "edge-limits.md"),
+        (FileNotFoundError(), "tc is not installed", "apt install iproute2"),
+    ],
+)
+def test_edge_that_cannot_start_says_why(
+    edges: Make, monkeypatch: pytest.MonkeyPatch, error: Exception | None, words: str, then: str
+) -> None:
+    match error:
+        case None:
+            monkeypatch.setattr(module, "lacking_privileges", lambda status, mounted: ["CAP_NET_ADMIN"])
+        case FileNotFoundError():
+            monkeypatch.setattr(tc, "is_installed", lambda: False)
+        case _:
+            monkeypatch.setattr(Programs, "load", fails(error))
+    edge = edges(device=UP, mbps=100)
+    state = edge.state()
+    assert words in state.problem and "paced by their sockets alone" in state.problem and then in state.next
+    assert not state.guests and not state.device and not edge.cut() and edge.look() == []
+    with pytest.raises(EdgeError, match=words):
+        edge.attach("g0")
+
+
+ALL, ADMIN, NET, OWN = "000001ffffffffff", "0000000000201000", "0000000000001000", "0000008000001000"
+
+
+@pytest.mark.parametrize(
+    ("status", "mounted", "lacking"),
+    [
+        (f"CapEff:\t{ALL}", False, []),
+        (f"CapEff:\t{ADMIN}", False, []),
+        (f"CapEff:\t{OWN}", True, []),
+        (f"CapEff:\t{OWN}", False, ["CAP_SYS_ADMIN"]),
+        (f"CapEff:\t{NET}", True, ["CAP_BPF"]),
+        (f"CapPrm:\t{ALL}\nCapEff:\t0000000000000000", True, ["CAP_NET_ADMIN", "CAP_BPF"]),
+        ("Name:\tx", True, ["CAP_NET_ADMIN", "CAP_BPF"]),
+    ],
+)
+def test_capabilities_that_are_lacking(status: str, mounted: bool, lacking: list[str]) -> None:
+    assert lacking_privileges(status, mounted) == lacking
+
+
+def test_pin_that_failed_is_tried_again(wires: Wires, edges: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    edge, pin, mkdir, pinned = edges(), bpf.pin, Path.mkdir, list[Path]()
+
+    def fail_late(descriptor: int, path: Path) -> None:
+        pinned.append(path)
+        if len(pinned) == 2:
+            raise OSError("no memory")
+        pin(descriptor, path)
+
+    def fail_first(path: Path, *words: Any, **more: Any) -> None:
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        raise FileNotFoundError("another daemon has just removed the parent")
+
+    monkeypatch.setattr(bpf, "pin", fail_late)
+    monkeypatch.setattr(Path, "mkdir", fail_first)
+    with pytest.raises(EdgeError, match="no memory"):
+        edge.attach("g0")
+    edge.attach("g0")
+    assert "mesh_guest" in wires.queues()
+
+
+def test_edge_without_its_place_is_not_shaped(
+    edges: Make, wires: Wires, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = wires.queues()
+    monkeypatch.setattr(bpf, "mount", fails(PermissionError("mounting is not permitted")))
+    state = edges(device=UP, mbps=100).state()
+    assert "mounting is not permitted" in state.problem and not state.device and wires.queues() == before
+
+
+@pytest.mark.parametrize("what", ["hooks", "map", "device"])
+def test_close_removes_the_rest_if_a_part_fails(
+    wires: Wires, edges: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    edge, remove = edges(device=UP, mbps=100), Hooks.remove
+    edge.attach("g0")
+    edge.attach("g1")
+    programs = edge._programs
+    assert programs is not None
+
+    def fail(hooks: Hooks) -> None:
+        if hooks.device == "g0":
+            raise EdgeError("tc failed")
+        remove(hooks)
+
+    match what:
+        case "hooks":
+            monkeypatch.setattr(Hooks, "remove", fail)
+        case "map":
+            monkeypatch.setattr(bpf.Map, "drop", fails(OSError("no such element")))
+        case _:
+            monkeypatch.setattr(Device, "release", fails(EdgeError("tc failed")))
+    edge.close()
+    left = wires.queues()
+    assert what == "map" or "mesh_guest" not in wires.tc("filter", "show", "dev", "g1", "ingress")
+    assert what == "device" or "htb 6d65:" not in left
+    assert not (tmp_path / "run" / "node").exists() and programs.descriptors == {}
+
+
+def test_place_of_another_user_is_not_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert left_at(tmp_path) and not left_at(tmp_path / "none")
+    monkeypatch.setattr(Path, "exists", fails(PermissionError("not permitted")))
+    assert not left_at(tmp_path)
 
 
 def test_interface_that_is_not_there_is_refused(edges: Make) -> None:
@@ -214,6 +390,7 @@ def test_foreign_queue_is_kept_and_reported(wires: Wires, edges: Make) -> None:
     state = edge.state()
     assert state.device == UP and not state.shaped_mbps and "another program's queue (tbf 1:)" in state.problem
     assert not edge.needs(1e9) and edge.look() == []
+    edge.give(1e6)
     with own(wires, URGENT.priority) as copy:
         assert copy.passes()
         edge.cut()
@@ -290,6 +467,27 @@ def test_next_start_repairs_killed_edge(wires: Wires, edges: Make, tmp_path: Pat
         assert out.heard(after) == [after], "the cut went with it"
 
 
+def test_next_start_goes_on_if_a_part_cannot_be_repaired(
+    wires: Wires, edges: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = wires.queues()
+    process = hold(tmp_path / "run" / "node")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "clear", fails(EdgeError("tc failed")))
+        edges("node", wanted=False)
+        assert "htb 6d65:" not in wires.queues() and not (tmp_path / "run").exists()
+    (tmp_path / "run" / "node").mkdir(parents=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(tc, "qdiscs", fails(EdgeError("tc failed")))
+        edges("node", wanted=False)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run" / "node").mkdir(parents=True)
+    edges("node", wanted=False)
+    assert wires.queues() == before
+
+
 def test_lock_of_a_file_that_its_holder_has_just_removed_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,14 +509,11 @@ def test_lock_of_a_file_that_its_holder_has_just_removed_is_none(
 def test_queue_that_is_gone_is_not_asked_again_before_it_is_repaired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(commands: object) -> None:
-        raise EdgeError("no such class")
-
     nothing: Any = None
     edge = Edge(tmp_path / "run" / "node")
     edge._device = Device(UP, 0.0, tmp_path, nothing)
     edge._device.link_bps = 1e9
-    monkeypatch.setattr(tc, "do", fail)
+    monkeypatch.setattr(tc, "do", fails(EdgeError("no such class")))
     assert edge.needs(1e6)
     with pytest.raises(EdgeError, match="no such class"):
         edge.give(1e6)
@@ -329,7 +524,10 @@ def test_two_edges_on_one_machine_are_independent(wires: Wires, edges: Make, tmp
     before = wires.queues()
     process = hold(tmp_path / "run" / "other")
     try:
+        (tmp_path / "run" / "node").mkdir()  # left by an earlier run, of which no more is left
+        others = wires.queues()
         edge = edges("node", device=UP, mbps=100)
+        assert wires.queues() == others
         assert f"another daemon on this machine uses {UP}" in edge.state().problem
         edge.attach("g0")
         edge.attach("g1")
@@ -346,14 +544,18 @@ def test_two_edges_on_one_machine_are_independent(wires: Wires, edges: Make, tmp
     assert wires.queues() == before
 
 
-def test_edge_restores_removed_parts(wires: Wires, edges: Make) -> None:
+def test_edge_restores_removed_parts(wires: Wires, edges: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     edge = edges(device=UP, mbps=100)
     edge.attach("g0")
     edge.attach("g1")
     assert edge.look() == []
-    wires.tc("qdisc", "del", "dev", "g0", "clsact")
-    wires.tc("qdisc", "del", "dev", UP, "clsact")
-    assert [text for text in edge.look() if "g0" in text] and edge.look() == []
+    for device in ("g0", "g1", UP):
+        wires.tc("qdisc", "del", "dev", device, "clsact")
+    said = edge.look()
+    assert all(any(device in text for text in said) for device in ("g0", "g1", UP)) and edge.look() == []
+    with monkeypatch.context() as patched:
+        patched.setattr(tc, "qdiscs", fails(EdgeError("tc failed")))
+        assert edge.look() == ["tc failed"] * 2
     wires.tc("qdisc", "del", "dev", UP, "root")
     assert "it is restored" in edge.look()[0] and edge.link_bps
     wires.tc(
@@ -433,7 +635,8 @@ def test_unknown_link_speed_is_reported(wires: Wires, edges: Make) -> None:
     subprocess.run(["ip", "link", "add", "idle0", "type", "bridge"], check=True)
     edge = edges(device="idle0")
     assert "edge_mbps" in edge.state().problem and edge.state().device == "idle0" and edge.look() == []
-    assert "no interface none0" in edges("second", device="none0").state().problem
+    state = edges("second", device="none0").state()
+    assert "no interface none0" in state.problem and not state.device
 
 
 def test_cut_keeps_machine_reachable(wires: Wires, edges: Make) -> None:
