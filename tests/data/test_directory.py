@@ -140,8 +140,10 @@ async def test_manifest_is_learnt_from_any_holder(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("kind", ["data set", "group"])
-@pytest.mark.parametrize("lie", ["another", "signer", "name", "stranger", "kind", "mesh", "chain"])
-async def test_false_manifest_is_refused_and_its_giver_blamed(mesh: Mesh, lie: str, kind: str) -> None:
+@pytest.mark.parametrize("lie", ["another", "signer", "name", "stranger", "kind", "mesh", "chain", "taken"])
+async def test_false_manifest_is_refused_and_its_giver_blamed(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, lie: str, kind: str
+) -> None:
     made = mesh.made if kind == "data set" else mesh.group
     one, sealed, manifest = made(BOB)
     if lie == "another":
@@ -150,6 +152,9 @@ async def test_false_manifest_is_refused_and_its_giver_blamed(mesh: Mesh, lie: s
         one, sealed, manifest = made(EVE, user="bob", user_key=manifest.user_key, chain=manifest.chain)
     elif lie == "name":
         one, sealed, manifest = made(EVE, user="bob")
+    elif lie == "taken":  # bob's name belongs to eve by now
+        eve = SimpleNamespace(key=mesh.credentials[EVE.node_id].user_key)
+        monkeypatch.setattr(mesh.trust, "holder", lambda name, now_unix: eve)
     elif lie == "chain":
         one, sealed, manifest = made(BOB, chain=b"?")
     else:
@@ -164,6 +169,9 @@ async def test_false_manifest_is_refused_and_its_giver_blamed(mesh: Mesh, lie: s
         mesh.directory.opened(one, sealed)
     await mesh.directory.learn()
     assert len(mesh.asked) == 1, "it is not asked for again at once"
+    with pytest.raises(FetchFailed) as failed:
+        await mesh.directory.manifest(one)
+    assert (str(failed.value) == "no node gives its manifest") == (lie == "another")
 
 
 @pytest.mark.parametrize("answer", [None, b"?"])
@@ -297,6 +305,14 @@ async def test_removed_data_set_has_no_name(mesh: Mesh) -> None:
     mesh.directory.remember(*mesh.made(BOB, number=1))
     mesh.directory.remember(*mesh.made(BOB, number=2, root=None, chunk_bytes=0))
     assert await mesh.directory.resolve("bob/pictures") is None and not mesh.directory.newest()
+
+
+async def test_reader_of_the_newest_version_alone_may_not_read_an_older_one(mesh: Mesh) -> None:
+    bob = mesh.credentials[BOB.node_id].user_key
+    old, new = mesh.made(ADA), mesh.made(ADA, number=2, readers=(Reader(bob, "bob"),))
+    for one in (old, new):
+        mesh.directory.remember(*one)
+    assert not mesh.directory.may_read(old[0], bob) and mesh.directory.may_read(new[0], bob)
 
 
 async def test_members_of_the_newest_known_group_may_read(mesh: Mesh) -> None:

@@ -1,5 +1,6 @@
 """Groups of users on a node: who signs them, which a node keeps and announces, and what it keeps at most."""
 
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from membership.envelope import seal
 from membership.identity import Identity
 from mesh.api.handlers.data import DataHandlers
+from mesh.data import holdings
 from mesh.data.library import DataLibrary
 from mesh.data.manifest import (
     GROUP,
@@ -105,11 +107,31 @@ async def test_group_is_signed_kept_and_announced(node: Node) -> None:
     node.start()
     await node.library.open()
     assert node.group("vision") == group and decode_announced(node.announced).groups == (said,)
-    node.library.holdings.store.sets.joinpath(said.id.hex()).write_bytes(b"?")
+    await node.library.set_group("speech", (node.user(BOB),))
+    sets = node.library.holdings.store.sets
+    identity, sealed, _ = node.mesh.made(ADA, "group:forged", root=None, chunk_bytes=0, readers=(node.user(EVE),))
+    sets.joinpath(identity.hex()).write_bytes(sealed[:-1] + bytes([sealed[-1] ^ 1]))
+    sets.joinpath(said.id.hex()).write_bytes(b"?")
     await node.library.close()
     node.start()
     await node.library.open()
-    assert node.group("vision") is None, "damaged on the disk"
+    assert node.group("vision") is None and node.group("forged") is None, "damaged on the disk"
+    assert node.group("speech") is not None
+
+
+async def test_group_is_on_the_disk_when_its_user_is_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, data: bytes) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(holdings, "write_durably", fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            await node.library.set_group("vision", (node.user(BOB),))
+    assert not node.library.holdings.held and not node.announced
+    synced = list[int]()
+    monkeypatch.setattr(os, "fsync", synced.append)
+    await node.library.set_group("vision", (node.user(BOB),))
+    assert synced and len(node.library.holdings.held) == 1
 
 
 async def test_group_says_since_when_nobody_was_left_out(node: Node) -> None:
@@ -180,6 +202,9 @@ async def test_group_without_members_removes_no_data_set_of_its_name(node: Node)
     (held,) = node.library.holdings.held
     await node.library._heard(node.library.directory.known[node.hears_group(BOB, "vision")])
     assert node.library.holdings.held == {held}
+    removal = node.hears(EVE, "vision", 2, root=None, chunk_bytes=0)
+    await node.library._heard(node.library.directory.known[removal])
+    assert node.library.holdings.held == {held}, "it is eve's that is removed"
     removal = node.hears(BOB, "vision", 2, root=None, chunk_bytes=0)
     await node.library._heard(node.library.directory.known[removal])
     assert node.library.holdings.held == {removal}

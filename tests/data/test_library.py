@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,15 +21,28 @@ from ckptstore.dataset_store import KEEP_PARTIAL_S, Bundled, DataSets, remove_tr
 from ckptstore.errors import QuotaExceeded, Stopped
 from ckptstore.fetch import Request
 from membership.envelope import OVERHEAD
-from membership.identity import Identity
+from membership.identity import STATE_FILES, Identity
 from mesh.data import directory, fetcher, space
+from mesh.data import library as module
 from mesh.data.eviction import LACKS, WHOLE
 from mesh.data.holdings import left_in_the_clear
-from mesh.data.library import Brought, Cache, Check, DataLibrary, OwnCopy, _finished
-from mesh.data.manifest import DataError, DataManifest, FetchFailed, Reader, encode_manifest, statement
+from mesh.data.library import CACHE_FILES, Brought, Cache, Check, DataLibrary, OwnCopy, Work, _finished
+from mesh.data.manifest import (
+    DataError,
+    DataManifest,
+    FetchFailed,
+    Group,
+    Reader,
+    decode_announced,
+    encode_manifest,
+    statement,
+)
 from mesh.data.streams import Guest
 from mesh.model.spec import DataNeed
+from placement.request import SHORT_ID
 from tests.ckptstore.worlds import feed
+from tests.data.test_directory import ADA, BOB, EVE
+from tests.data.test_groups import Node
 
 SET, OTHER = b"i" * 32, b"o" * 32
 SIZE = 1 << 20
@@ -122,14 +136,17 @@ async def test_manifest_of_a_set_that_is_fetched_stays_known(
 ) -> None:
     manifest = await hold(library, tmp_path / "source")
     other = b"o" * 32
-    library.directory.remember(other, b"sealed", manifest)
+    streamed = b"s" * 32
+    for identity in (other, streamed):
+        library.directory.remember(identity, b"sealed", manifest)
+    library.holdings.used[streamed] += 1
     library.pull(other, manifest)  # nobody has it, so it is tried again
     while not library.fetcher.words(other):
         await asyncio.sleep(0)
-    monkeypatch.setattr(directory, "MAX_KNOWN", 2)
+    monkeypatch.setattr(directory, "MAX_KNOWN", 3)
     for number in range(4):
         library.directory.remember(bytes([number]) * 32, b"sealed", manifest)
-    assert {SET, other} <= library.directory.known.keys()
+    assert {SET, other, streamed} <= library.directory.known.keys()
 
 
 async def test_offer_tells_the_speed_of_the_last_fetches(library: DataLibrary) -> None:
@@ -333,6 +350,100 @@ async def test_guest_that_comes_while_the_files_of_a_set_are_dropped_gets_new_on
     assert not await library.space._drop_one_tree() and (path / "file").exists(), "a guest uses them"
 
 
+@pytest.mark.parametrize("removal", ["drop", "drop_tree"])
+async def test_removal_goes_on_if_nobody_waits_for_it(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removal: str
+) -> None:
+    """A guest that comes waits for its end, and so does the end of the daemon; nothing else is removed meanwhile."""
+    await hold(library, tmp_path / "source")
+    await library.release(await brought(library))
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    holdings, drop_tree = library.holdings, library.holdings.store.drop_tree
+
+    def slow(identity: bytes) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        drop_tree(identity)
+        ended.set()
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(holdings.store, "drop_tree", slow)
+    dropping = asyncio.create_task(getattr(holdings, removal)(SET))
+    try:
+        assert await asyncio.to_thread(begun.wait, 60)
+        assert not await holdings.drop(SET) and not await holdings.drop_tree(SET)
+        guests = [asyncio.create_task(holdings.gone(SET)) for _ in range(2)]
+        dropping.cancel()
+        guests[0].cancel()
+        closing = asyncio.create_task(holdings.close())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert dropping.cancelled() and not guests[1].done() and not closing.done() and not ended.is_set()
+    finally:
+        go_on.set()
+    await guests[1]
+    await closing
+    assert ended.is_set()
+    with pytest.raises(sqlite3.ProgrammingError):
+        holdings.store.known()
+
+
+async def test_files_that_cannot_be_removed_fail_no_guest(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hold_encrypted(library, tmp_path / "source")
+    guest = await brought(library, key=CIPHER.key)
+
+    def fail(identity: bytes) -> None:
+        raise OSError("the disk is read-only")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(library.holdings.store, "drop_tree", fail)
+        await library.release(guest)
+    assert not library.holdings.used[SET] and library.keys.known(CIPHER.realm) is None
+
+
+async def test_what_is_used_and_may_go_is_counted(library: DataLibrary, tmp_path: Path) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    holdings, store = library.holdings, library.holdings.store
+    mark = store.sets / SET.hex()
+    os.utime(mark, (1, 1))
+    guest = await brought(library)
+    assert mark.stat().st_mtime > 1, "its use is noted"
+    used = holdings.used_bytes()
+    assert used == store.stored_bytes() + manifest.tree_bytes and holdings.evictable_bytes() == 0
+    for other in (OTHER.hex(), "cache.making"):
+        (store.trees / other).mkdir()
+    assert holdings.used_bytes() == used
+    await library.release(guest)
+    assert holdings.evictable_bytes() >= used, "encoded, it may take more than its bytes"
+    holdings.pin(SET, False)
+    assert not holdings.unpinned, "it was not pinned"
+    holdings.damaged.add(SET)
+    holdings.find_damaged()
+    assert holdings.is_whole(SET)
+    mark.unlink()
+    assert holdings.kept() == [], "it goes at this moment"
+
+
+async def test_damage_is_not_looked_for_while_a_pack_is_salvaged(library: DataLibrary, tmp_path: Path) -> None:
+    await hold(library, tmp_path / "source")
+    looked = threading.Event()
+
+    def look() -> None:
+        library.holdings.find_damaged()
+        looked.set()
+
+    with library.holdings.store.mending:
+        index = library.holdings.store.index
+        library.holdings.store.index = SimpleNamespace(missing=list)  # type: ignore[assignment]
+        looking = asyncio.create_task(asyncio.to_thread(look))
+        assert not await asyncio.to_thread(looked.wait, 0.2)
+        library.holdings.store.index = index
+    await looking
+    assert not library.holdings.damaged
+
+
 async def test_set_that_its_owner_removes_goes_once_no_guest_uses_it(
     library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,7 +461,10 @@ async def test_set_that_its_owner_removes_goes_once_no_guest_uses_it(
     await library.release(guest)
     await library.space.tidy()
     assert not guest.path.exists() and not library.holdings.store.has(SET) and not library.holdings.pinned(SET)
-    assert library.directory.known[next(iter(library.holdings.held))] == removal
+    (statement,) = library.holdings.held
+    assert library.directory.known[statement] == removal and not library.holdings.is_here(statement)
+    with pytest.raises(FetchFailed, match="no node that is there has it"):
+        await brought(library, identity=OTHER)
 
 
 async def test_damaged_chunk_costs_neither_the_set_nor_the_files_of_a_guest(
@@ -501,6 +615,23 @@ async def test_files_of_an_encrypted_set_that_a_crash_left_go_at_the_next_start(
     monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: manifest)
     await asyncio.to_thread(library.holdings._reopen)
     assert not readable(library) and library.holdings.is_whole(SET)
+
+
+@pytest.mark.parametrize("lost", ["table", "chunks"])
+async def test_set_is_entered_again_if_its_table_is_lost(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    manifest = await hold(library, tmp_path / "source")
+    holdings, store = library.holdings, library.holdings.store
+    before = store.known()
+    store.members.remove(SET)
+    if lost == "chunks":
+        store.index.missing = list  # type: ignore[method-assign]
+    monkeypatch.setattr(library.directory, "opened", lambda identity, sealed: manifest)
+    holdings.held = set()
+    await asyncio.to_thread(holdings._reopen)
+    assert holdings.is_here(SET) == (lost == "table")
+    assert lost == "chunks" or store.known() == before
 
 
 async def test_names_of_files_that_a_crash_left_are_found(library: DataLibrary) -> None:
@@ -750,3 +881,317 @@ async def test_version_that_a_revocation_overtakes_is_not_signed(
     second = library.add("pictures", tmp_path / "file", (), False, False)
     await asyncio.wait([second.task])
     assert not second.problem and signed[-1].realm
+
+
+# --- with members, certificates and signatures
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    node = Node(tmp_path)
+    await node.library.open()
+    yield node
+    await node.library.close()
+
+
+async def added(node: Node, path: Path, *readers: Reader | Group, everybody: bool = False) -> bytes:
+    """Add a data set of ada's, and return its id."""
+    work = node.library.add("pictures", path, readers, everybody, False)
+    await asyncio.wait([work.task])
+    assert not work.problem
+    return bytes.fromhex(str(work.result["id"]))
+
+
+async def test_data_set_of_this_user_is_signed_as_it_is_meant(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(SECRET * 100)
+    bob, eve = node.user(BOB), node.user(EVE)
+    node.hears_group(BOB, "vision", EVE, number=5)
+    vision = Group(bob.key, "bob", "vision")
+    directory, keys = node.library.directory, node.library.keys
+    first = directory.known[await added(node, tmp_path / "file", bob, vision)]
+    assert (first.readers, first.groups, first.everybody, first.cache, first.left_out) == ((bob,), (vision,), *[0] * 3)
+    assert time.time() - 60 <= first.created_unix <= time.time() and keys.known(first.realm) is not None
+    kept = keys._kept[first.realm]
+    assert (set(kept.readers), kept.groups) == ({bob.key, eve.key}, ((vision.key, 5),))
+    future = node.hears(ADA, "pictures", 10**15)
+    third = directory.known[await added(node, tmp_path / "file", everybody=True)]
+    assert third.number == 10**15 + 1 > directory.known[future].number, "another machine's clock was ahead"
+    assert third.everybody and not third.realm and not third.readers
+
+
+async def test_newest_version_of_this_user_is_pinned_alone(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(SECRET * 100)
+    old, new = await added(node, tmp_path / "file"), await added(node, tmp_path / "file")
+    holdings = node.library.holdings
+    assert holdings.held == {old, new} and not holdings.pinned(old) and holdings.pinned(new)
+
+
+async def test_data_set_of_this_user_is_here_again_after_a_restart(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(SECRET * 100)
+    identity = await added(node, tmp_path / "file")
+    node.library.holdings.store.members.remove(identity)  # what is in it has to be read again, with its key
+    await node.library.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        node.library.holdings.store.known()
+    node.announced = b""
+    node.start()
+    await node.library.open()
+    assert node.library.holdings.is_whole(identity)
+    assert [one.id for one in decode_announced(node.announced).sets] == [identity]
+
+
+async def test_what_is_here_is_announced_when_it_changes_and_before_it_expires(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, said, changes = node.library, list[bytes](), list[None]()
+    membership: Any = library._membership
+    monkeypatch.setattr(membership, "publish", lambda section, body, ttl_s: said.append(body))
+    monkeypatch.setattr(library, "_changed", lambda: changes.append(None))
+    library._announce()
+    assert not said, "there is nothing to tell"
+    old, new = (node.hears(BOB, name, number) for name, number in (("old", 1), ("new", 2)))
+    library.holdings.held = {old, new}
+    for _ in range(2):
+        library._announce()
+    assert [one.id for one in decode_announced(said[-1]).sets] == [new, old] and len(said) == len(changes) == 1
+    library.holdings.damaged = {old}
+    monkeypatch.setattr(library.fetcher, "coming", lambda: [old])
+    library._announce()
+    told = decode_announced(said[-1])
+    assert [one.id for one in told.sets] == [new] and told.coming == (old,) and len(changes) == 2
+    begun = time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: begun + module.ANNOUNCE_TTL_S / 2)
+    for _ in range(2):
+        library._announce()
+    assert len(said) == 3 and said[2] == said[1]
+    monkeypatch.setattr(library.fetcher, "coming", list)
+    library.holdings.held = set()
+    library._announce()
+    assert not decode_announced(said[-1]).sets and len(said) == 4, "the last one has gone"
+
+
+async def test_offer_has_what_is_whole_here_and_what_the_owner_has_elsewhere(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = node.library
+    sets = {name: node.hears(BOB, name, number) for number, name in enumerate(("here", "damaged", "elsewhere", "else"))}
+    library.holdings.held = {sets["here"], sets["damaged"]}
+    library.holdings.damaged = {sets["damaged"]}
+    library.paths = {"bob/elsewhere": str(tmp_path), "else": str(tmp_path)}
+    offer = library.offer()
+    assert {*offer.data_ids} == {sets["here"][:SHORT_ID], sets["elsewhere"][:SHORT_ID]} and offer.data_paths == (
+        "else",
+    )
+    monkeypatch.setattr(module, "MAX_IMAGES", 1)
+    assert library.offer().data_ids == (sets["elsewhere"][:SHORT_ID],), "the newest"
+
+
+async def test_only_the_newest_word_of_its_owner_removes_a_data_set(node: Node) -> None:
+    held, library = node.library.holdings.held, node.library
+    held.add(version := node.hears(BOB, "pictures", 3))
+    for late in (node.hears(BOB, "pictures", 2, root=None, chunk_bytes=0), node.hears(BOB, "pictures", 4)):
+        await library._heard(library.directory.known[late])
+        assert held == {version}
+    unknown = node.hears(BOB, "voices", root=None, chunk_bytes=0)
+    await library._heard(library.directory.known[unknown])
+    assert held == {version}, "it is no news here that this is gone"
+
+
+async def test_parts_of_the_library_open_and_end_in_order(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, library = list[str](), node.library
+    for what in ("streams", "fetcher", "holdings"):
+        part, close = getattr(library, what), getattr(library, what).close
+
+        async def closes(what: str = what, close: Callable[[], Awaitable[None]] = close) -> None:
+            done.append(what)
+            await close()
+
+        monkeypatch.setattr(part, "close", closes)
+
+    async def opens() -> None:
+        done.append("opened")
+
+    await library.close()
+    assert done == ["streams", "fetcher", "holdings"], "a stream fetches, and what is fetched comes into the store"
+    node.start()
+    monkeypatch.setattr(node.library.streams, "open", opens)
+    await node.library.open()
+    assert done[3:] == ["opened"]
+
+
+async def test_library_looks_at_what_others_have_and_tidies(
+    library: DataLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str]()
+
+    def noting(name: str) -> Callable[..., Any]:
+        async def note(*words: object) -> None:
+            seen.append(name)
+
+        return note
+
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(library.directory, "learn", noting("learn"))
+    monkeypatch.setattr(library.holdings, "keep_groups", noting("groups"))
+    monkeypatch.setattr(library.space, "tidy", noting("tidy"))
+    monkeypatch.setattr(library, "_announce", lambda: seen.append("announce"))
+    library._membership = SimpleNamespace(credentials=SimpleNamespace(user_key=b"a" * 32))  # type: ignore[assignment]
+    for tidy_s, rounds in ((3600.0, ["learn", "groups", "announce"]), (0.0, ["learn", "groups", "announce", "tidy"])):
+        monkeypatch.setattr(module, "TIDY_S", tidy_s)
+        seen.clear()
+        running = asyncio.create_task(library.run())
+        while len(seen) < 12:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+        assert seen[:12] == rounds * (12 // len(rounds))
+
+
+async def test_orders_are_one_at_a_time_and_kept_for_a_while(
+    library: DataLibrary, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on = asyncio.Event()
+
+    async def waits(work: Work) -> None:
+        await go_on.wait()
+
+    async def fails(work: Work) -> None:
+        raise ValueError
+
+    one = library.begin("verify", "x", waits)
+    assert library.begin("verify", "x", fails) is one and one.problem == ""
+    caplog.set_level("INFO")
+    for number in range(70):
+        failed = library.begin("verify", str(number), fails)
+        await asyncio.wait([failed.task])
+    assert failed.problem == "ValueError" and "verify data set 69: " in caplog.text
+    assert len(library.works) == 64 and library.works["verify", "x"] is one
+    go_on.set()
+    await one.task
+    assert library.begin("verify", "x", fails) is not one
+
+
+async def test_data_sets_are_added_one_at_a_time(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = list[str](), asyncio.Event()
+
+    async def add(work: Work, name: str, *rest: object) -> None:
+        began.append(name)
+        await go_on.wait()
+
+    monkeypatch.setattr(library, "_add", add)
+    bob, path = Reader(b"b" * 32, "bob"), tmp_path / "file"
+    first = library.add("pictures", path, (bob,), False, False)
+    assert library.add("pictures", path, (bob,), False, False) is first
+    for other in (
+        (path.with_name("other"), (bob,), False, False),
+        (path, (), False, False),
+        (path, (bob,), False, True),
+    ):
+        with pytest.raises(DataError, match="is being added already"):
+            library.add("pictures", *other)
+    with pytest.raises(DataError):
+        library.add("../pictures", path, (), False, False)
+    second = library.add("voices", path, (), False, False)
+    while not second.words:
+        await asyncio.sleep(0)
+    assert began == ["pictures"] and second.words == "waits until another data set is added"
+    go_on.set()
+    await asyncio.wait([first.task, second.task])
+    assert began == ["pictures", "voices"]
+    again = library.add("pictures", path.with_name("other"), (), False, False)
+    assert again is not first
+    await again.task
+
+
+@pytest.mark.parametrize("rehash", [False, True])
+async def test_chunks_that_are_not_published_yet_stay(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehash: bool
+) -> None:
+    """What is written belongs to no data set until all of it is there."""
+    (tmp_path / "file").write_bytes(SECRET * 100)
+    adding(library, monkeypatch)
+    store, real, seen = library.holdings.store, Adder.__init__, list[tuple[int, bool]]()
+
+    def begins(adder: Adder, store: DataSets, tell: Any, rehash: bool, *rest: Any) -> None:
+        seen.append((store._busy, rehash))
+        real(adder, store, tell, rehash, *rest)
+
+    monkeypatch.setattr(Adder, "__init__", begins)
+    work = library.add("pictures", tmp_path / "file", (), True, rehash)
+    await asyncio.wait([work.task])
+    assert not work.problem and seen == [(1, rehash)] and store._busy == 0
+
+
+async def test_cache_is_a_private_data_set_that_grows(node: Node, tmp_path: Path) -> None:
+    async def restore(place: Path) -> None:
+        assert place.parent.stat().st_mode & 0o077 == 0
+        place.mkdir()
+        (place / "file").write_bytes(b"new")
+        for name in STATE_FILES:  # a job may call its files as it likes
+            (place / name).write_bytes(b"new")
+
+    left = node.library.holdings.store.trees / CACHE_FILES
+    left.mkdir()
+    (left / "of a run that was killed").touch()
+    assert (await node.library.write_back("filled", restore)).files == 1 + len(STATE_FILES)
+    ((identity, manifest),) = node.library.directory.newest()
+    assert manifest.cache and manifest.realm and not manifest.everybody and not manifest.readers
+    assert (await node.library.write_back("filled", restore, identity)).files == 0
+    assert node.library.directory.newest() == [(identity, manifest)], "nothing is new"
+    assert not node.library.holdings.used[identity]
+
+
+async def test_job_is_told_what_this_node_cannot_give_it(library: DataLibrary, tmp_path: Path) -> None:
+    library.paths = {"mine": str(tmp_path / "gone")}
+    guest = Guest(b"j" * 16, print)
+    for need, words in ((DataNeed("mine"), "at a path that is no directory"), (DataNeed("other"), "does not offer")):
+        with pytest.raises(FetchFailed, match=words):
+            await library.bring(need, bringing(b""), b"b" * 32, guest, print, False)
+    library.paths = {"mine": str(tmp_path)}
+    await library.release(await library.bring(DataNeed("mine"), bringing(b""), b"b" * 32, guest, print, False))
+    assert not +library.holdings.used
+
+
+@pytest.mark.parametrize("error", [QuotaExceeded("no room"), DataError("it is damaged"), OSError("the disk is gone")])
+async def test_files_that_cannot_be_made_are_a_reason_for_the_job(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    await hold(library, tmp_path / "source")
+
+    def fail(*order: object) -> None:
+        raise error
+
+    monkeypatch.setattr(library.holdings.store, "make_tree", fail)
+    with pytest.raises(FetchFailed, match=f"data set ada/pictures: {error}"):
+        await brought(library)
+    assert not library.holdings.used[SET]
+
+
+async def test_missing_data_is_fetched_by_the_rights_of_its_job(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, jobs = await hold(library, tmp_path / "source"), list[bytes | None]()
+
+    async def fetch(identity: bytes, manifest: DataManifest, job: Callable[[], bytes | None], tell: object) -> None:
+        jobs.append(job())
+        library.holdings.damaged.discard(identity)
+
+    monkeypatch.setattr(library.fetcher, "fetch", fetch)
+    library.holdings.damaged.add(SET)
+    await library.release(await brought(library))
+    library.holdings.damaged.add(SET)
+    await library.release(await brought(library))
+    assert jobs == [b"j" * 16], "the files are there"
+    monkeypatch.setattr(library.keys, "known", lambda realm: None)
+    library.directory.known[SET] = msgspec.structs.replace(manifest, cache=True)
+    await own_copy(library, tmp_path / "one")
+    assert jobs == [b"j" * 16] * 2
+    await own_copy(library, tmp_path / "two")
+    assert jobs == [b"j" * 16] * 2
+    monkeypatch.setattr(module, "MAX_ENTRIES", 1)
+    await own_copy(library, tmp_path / "three")
+    monkeypatch.setattr(module, "MAX_ENTRIES", 0)
+    with pytest.raises(FetchFailed, match="it is no cache"):
+        await own_copy(library, tmp_path / "four")
