@@ -163,6 +163,20 @@ async def test_node_keeps_the_newest_groups_that_its_data_sets_name(node: Node) 
     assert await node.tidies() == set(), "no data set here names them"
 
 
+async def test_group_that_is_forgotten_meanwhile_is_not_kept(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {node.hears_group(ADA, name, BOB) for name in ("vision", "speech")}
+    keep, known = node.library.holdings.keep_statement, node.library.directory.known
+
+    async def keeps(identity: bytes) -> None:
+        for other in groups - {identity}:
+            del known[other]
+        await keep(identity)
+
+    monkeypatch.setattr(node.library.holdings, "keep_statement", keeps)
+    await node.library.holdings.keep_groups(node.user(ADA).key)
+    assert len(node.library.holdings.held & groups) == 1
+
+
 async def test_groups_of_one_user_are_bounded_and_those_of_this_user_announced_first(node: Node) -> None:
     names = [f"group{number}" for number in range(MAX_GROUPS + 8)]
     groups = [node.hears_group(BOB, name, EVE, number=10**15 + number) for number, name in enumerate(names)]

@@ -189,6 +189,11 @@ async def test_directory_with_the_key_of_the_node_is_not_added(library: DataLibr
     for path in (library.holdings.root.parent, tmp_path / "link", Path("/")):
         with pytest.raises(DataError, match="the state of this node with its key"):
             library.add("home", path, (), True, False)
+    (tmp_path / "state" / "data").mkdir(parents=True)
+    (tmp_path / "other").symlink_to(tmp_path / "state")
+    library.holdings.root = tmp_path / "other" / "data"
+    with pytest.raises(DataError, match="the state of this node with its key"):
+        library.add("home", tmp_path / "state", (), True, False)
     assert not library.works
 
 
@@ -199,9 +204,10 @@ async def test_state_of_no_node_is_added(library: DataLibrary, tmp_path: Path, m
     state.mkdir(parents=True)
     (state / "genesis").touch()
     (state / "data").mkdir()
-    work = library.add("one", tmp_path / "home", (), True, False)
-    await asyncio.wait([work.task])
-    assert len(signed) == 1 and not work.problem, "only both files show it"
+    for name, path in (("one", tmp_path / "home"), ("two", state / "data")):
+        work = library.add(name, path, (), True, False)
+        await asyncio.wait([work.task])
+        assert not work.problem, "only both files show it"
     (state / "node.key").touch()
     for path in (state, state / "node.key", state / "data"):
         with pytest.raises(DataError, match="in the state directory of a node"):
@@ -210,7 +216,7 @@ async def test_state_of_no_node_is_added(library: DataLibrary, tmp_path: Path, m
         work = library.add(name, tmp_path / "home", (), True, False)
         await asyncio.wait([work.task])
         assert f"{state} is private" in work.problem
-    assert len(signed) == 1
+    assert len(signed) == 2
 
 
 async def test_data_set_is_pinned_before_it_is_there(
@@ -1124,8 +1130,11 @@ async def test_chunks_that_are_not_published_yet_stay(
     assert not work.problem and seen == [(1, rehash)] and store._busy == 0
 
 
-async def test_cache_is_a_private_data_set_that_grows(node: Node, tmp_path: Path) -> None:
+async def test_cache_is_a_private_data_set_that_grows(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    restored = list[Path]()
+
     async def restore(place: Path) -> None:
+        restored.append(place)
         assert place.parent.stat().st_mode & 0o077 == 0
         place.mkdir()
         (place / "file").write_bytes(b"new")
@@ -1135,12 +1144,21 @@ async def test_cache_is_a_private_data_set_that_grows(node: Node, tmp_path: Path
     left = node.library.holdings.store.trees / CACHE_FILES
     left.mkdir()
     (left / "of a run that was killed").touch()
-    assert (await node.library.write_back("filled", restore)).files == 1 + len(STATE_FILES)
+    async with node.library._adding:
+        writing = asyncio.create_task(node.library.write_back("filled", restore))
+        for _ in range(5):
+            await asyncio.to_thread(list)
+        assert not restored, "something is being added"
+    assert (await writing).files == 1 + len(STATE_FILES)
     ((identity, manifest),) = node.library.directory.newest()
     assert manifest.cache and manifest.realm and not manifest.everybody and not manifest.readers
     assert (await node.library.write_back("filled", restore, identity)).files == 0
     assert node.library.directory.newest() == [(identity, manifest)], "nothing is new"
     assert not node.library.holdings.used[identity]
+    free = SimpleNamespace(free=2 * manifest.tree_bytes - 1)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: free)
+    with pytest.raises(FetchFailed, match="max_disk_gib"):
+        await node.library.write_back("filled", restore, identity)
 
 
 async def test_job_is_told_what_this_node_cannot_give_it(library: DataLibrary, tmp_path: Path) -> None:

@@ -128,22 +128,19 @@ def test_guest_that_is_attached_again_stays_cut_off(wires: Wires, edges: Make) -
 
 def test_interface_of_the_same_name_is_another_guest(wires: Wires, edges: Make) -> None:
     edge = edges()
-    edge.attach("g1")
+    for guest in ("g0", "g1"):
+        edge.attach(guest)
     index, programs = socket.if_nametoindex("g1"), edge._programs
     assert edge.cut(interface="g1") and programs is not None
-
-    def replace() -> None:
-        subprocess.run(["ip", "link", "del", "g1"], check=True)
-        subprocess.run(["ip", "link", "add", "g1", "type", "bridge"], check=True)
-        wires.tc("qdisc", "add", "dev", "g1", "clsact")
-
-    replace()
+    for guest in ("g0", "g1"):
+        subprocess.run(["ip", "link", "del", guest], check=True)
+        subprocess.run(["ip", "link", "add", guest, "type", "bridge"], check=True)
+        wires.tc("qdisc", "add", "dev", guest, "clsact")
     edge.attach("g1")
     assert "mesh_guest" in wires.tc("filter", "show", "dev", "g1", "ingress")
     assert programs.guests.get(index) is None and programs.guests.get(socket.if_nametoindex("g1")) == 0
-    replace()
-    edge.detach("g1")
-    assert "clsact" in wires.tc("qdisc", "show", "dev", "g1"), "it is another program's"
+    edge.detach("g0")
+    assert "clsact" in wires.tc("qdisc", "show", "dev", "g0"), "it is another program's"
 
 
 def test_cut_says_whether_it_reaches_anything(wires: Wires, edges: Make, monkeypatch: pytest.MonkeyPatch) -> None:
