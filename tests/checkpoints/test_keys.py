@@ -167,6 +167,10 @@ async def test_witness_that_is_stuck_or_garbles_delays_nothing(campus: Campus) -
     await campus.boot("D")
     campus.stuck, campus.garbled = set(), {"A"}
     campus.rings["D"]._keys.clear()
+    campus.gone = {"B"}
+    with pytest.raises(NoKey, match=r"not shares of a key.*it is gone|it is gone.*not shares of a key"):
+        await campus.key("D")
+    campus.gone = set()
     assert await campus.key("D") == campus.cipher.key
 
 

@@ -327,9 +327,10 @@ async def test_node_that_leaves_ends_its_fetches(fetching: Fetching) -> None:
     waiter = asyncio.create_task(fetching.fetch())
     while not fetching.asked:
         await asyncio.sleep(0)
-    await fetching.fetcher.close()
-    with pytest.raises(FetchFailed, match="this node is leaving"):
-        await waiter
+    async with asyncio.timeout(60):
+        await fetching.fetcher.close()
+        with pytest.raises(FetchFailed, match="this node is leaving"):
+            await waiter
 
 
 async def test_awaited_chunk_on_its_way_is_not_requested_twice(fetching: Fetching) -> None:
@@ -426,9 +427,13 @@ def test_speed_is_of_the_last_bytes_and_unknown_at_first() -> None:
     assert speed.mib_s == 0, "too little to tell"
     speed.note(LEAST_MEASURED, 0.5)
     assert speed.mib_s == 127
+    speed.note(1 << 33, 1.0)
     for _ in range(200):
         speed.note(64 << 20, 1.0)
     assert 64 <= speed.mib_s <= 65, "what came twelve half-lives ago hardly counts"
     stalled = Speed()
     stalled.note(LEAST_MEASURED, 10**6)
     assert stalled.mib_s == 1, "slow, not unknown"
+    at_once = Speed()
+    at_once.note(LEAST_MEASURED, 0.0)
+    assert at_once.mib_s == 0, "the clock did not move"

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from mesh.data.manifest import (
     encode_manifest,
     statement,
 )
-from mesh.data.streams import Guest
+from mesh.data.streams import Guest, MountFailed
 from mesh.model.spec import DataNeed
 from placement.request import SHORT_ID
 from tests.ckptstore.worlds import feed
@@ -293,6 +294,7 @@ async def test_guests_that_start_together_share_the_files_of_a_set(library: Data
     paths = {one.path for one in await asyncio.gather(*(brought(library, told.append) for _ in range(3)))}
     assert len(paths) == 1 and (paths.pop() / "file").stat().st_size == SIZE
     assert library.holdings.used[SET] == 3 and told.count("makes room") == 1
+    assert any(words.startswith("is unpacked: ") for words in told)
 
 
 async def test_directory_for_a_data_set_is_for_its_readers(library: DataLibrary, tmp_path: Path) -> None:
@@ -304,7 +306,10 @@ async def test_directory_for_a_data_set_is_for_its_readers(library: DataLibrary,
     library.directory.known[OTHER] = msgspec.structs.replace(manifest, name="other", everybody=True)
 
     async def path(need: DataNeed, user: bytes) -> Path:
-        return (await library.bring(need, bringing(b""), user, Guest(b"j" * 16, print), print, False)).path
+        given = await library.bring(need, bringing(b""), user, Guest(b"j" * 16, print), print, False)
+        await library.release(given)
+        assert not any(library.holdings.used.values())
+        return given.path
 
     assert await path(DataNeed(name, SET), reader) == tmp_path
     for need, user in ((DataNeed(name, SET), b"e" * 32), (DataNeed(name), reader), (DataNeed(name, OTHER), reader)):
@@ -348,7 +353,7 @@ async def test_guest_that_comes_while_the_files_of_a_set_are_dropped_gets_new_on
         guest = asyncio.create_task(brought(library))
         for _ in range(10):
             await asyncio.sleep(0)
-        assert not guest.done()
+        assert not guest.done() and library.holdings.used[SET] == 1, "the next removal finds it in use"
     finally:
         go_on.set()
     path = (await guest).path
@@ -489,8 +494,11 @@ async def test_damaged_chunk_costs_neither_the_set_nor_the_files_of_a_guest(
         byte = file.read(1)
         file.seek(SIZE // 2)
         file.write(bytes([byte[0] ^ 1]))
+    said = list[bool]()
+    monkeypatch.setattr(library, "_announce", lambda: said.append(holdings.is_whole(SET)))
     work = library.verify(SET, manifest)
     await asyncio.wait([work.task])
+    assert said == [False], "it is not offered any more"
     assert "1 chunk of ada/pictures cannot be read here" in work.problem
     assert "Give `mesh data verify ada/pictures` again once another node has it" in work.problem
     assert (guest.path / "file").stat().st_ino == inode and (await brought(library)).path == guest.path
@@ -517,9 +525,133 @@ async def test_damaged_chunk_costs_neither_the_set_nor_the_files_of_a_guest(
     work = library.verify(SET, manifest)
     await asyncio.wait([work.task])
     assert not work.problem and work.result["fetched_again"] == 1 and asked == [lacks[0][0]]
+    assert said[-1], "it is offered again"
     assert library.space.held_answer(SET) == WHOLE and not store.missing_of(SET)
     assert (guest.path / "file").stat().st_ino == inode and holdings.used[SET] == 2
     other.close()
+
+
+async def test_room_is_made_for_all_that_is_mended_and_unpacked(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, made, fetched = await hold(library, tmp_path / "source"), list[tuple[str, int]](), list[bytes]()
+
+    async def at_once(identity: bytes, job: bytes | None, wanted: dict[bytes, int]) -> None:
+        fetched.extend(wanted)
+
+    def noting(name: str) -> Any:
+        @asynccontextmanager
+        async def note(more: int, *what: Any) -> AsyncIterator[None]:
+            made.append((name, more))
+            yield
+
+        return note
+
+    for name in ("room", "arrival"):
+        monkeypatch.setattr(library.space, name, noting(name))
+    monkeypatch.setattr(module, "CHUNKS", 1)
+    monkeypatch.setattr(library.fetcher, "at_once", at_once)
+    await library._mend(SET, manifest, [(b"1" * 32, 10), (b"2" * 32, 20)])
+    assert made == [("room", 30)] and fetched == [b"1" * 32, b"2" * 32]
+    await brought(library)
+    assert made[1:] == [("room", manifest.tree_bytes), ("arrival", manifest.tree_bytes)]
+
+
+@pytest.mark.parametrize("order", ["verify", "pull"])
+async def test_order_waits_for_a_removal_that_is_under_way(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    manifest, begun = await hold(library, tmp_path / "source"), threading.Event()
+
+    async def fetch(*words: object) -> None:
+        begun.set()
+
+    def check(*words: object) -> Any:
+        begun.set()
+        return SimpleNamespace(chunks=0, bad_chunks=0)
+
+    monkeypatch.setattr(library.fetcher, "fetch", fetch)
+    monkeypatch.setattr(checker, "check_packs", check)
+    removal = library.holdings._going[SET] = asyncio.get_running_loop().create_future()
+    work = getattr(library, order)(SET, manifest)
+    try:
+        for _ in range(5):
+            await asyncio.to_thread(list)
+        assert not begun.is_set()
+    finally:
+        del library.holdings._going[SET]
+        removal.set_result(None)
+    await asyncio.wait([work.task])
+    assert begun.is_set() and not work.problem
+
+
+async def test_data_set_that_has_come_is_whole_and_told(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, told = await hold(library, tmp_path / "source"), list[bool]()
+    mark = library.holdings.store.sets / SET.hex()
+    os.utime(mark, (1, 1))
+    library.holdings.damaged.add(SET)
+    monkeypatch.setattr(library, "_announce", lambda: told.append(library.holdings.is_whole(SET)))
+    library._arrived(SET, b"sealed", manifest)
+    assert told == [True] and mark.stat().st_mtime > 1, "as of a use, so that it does not go at once"
+
+
+async def test_groups_are_learnt_before_a_job_is_refused(
+    library: DataLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, bob = await hold(library, tmp_path / "source"), Group(b"b" * 32, "bob", "vision")
+    library.directory.known[SET] = msgspec.structs.replace(manifest, everybody=False, groups=(bob,))
+    with pytest.raises(FetchFailed, match="is not for this job's user"):
+        await brought(library)
+
+    async def learn(manifest: DataManifest) -> None:
+        group = DataManifest(1, "group:vision", "bob", bob.key[0], b"", 1, 1, readers=(Reader(b"b" * 32, "bob"),))
+        library.directory.remember(OTHER, b"sealed", group)
+
+    monkeypatch.setattr(library.directory, "learn_groups", learn)
+    assert (await brought(library)).path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("may", "least", "problem", "fails"),
+    [
+        (True, 1, "", ""),
+        (False, 1, "", ""),
+        (True, 1 << 40, "", ""),
+        (True, 1, "no FUSE", ""),
+        (True, 1, "", "no mount"),
+    ],
+)
+async def test_set_is_streamed_if_that_is_worth_it_and_works(
+    library: DataLibrary,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    may: bool,
+    least: int,
+    problem: str,
+    fails: str,
+) -> None:
+    await hold_encrypted(library, tmp_path / "source")
+    library.holdings.damaged.add(SET)
+    stream, noted = SimpleNamespace(path=tmp_path), list[str]()
+
+    async def join(*words: object) -> object:
+        if fails:
+            raise MountFailed(fails)
+        return stream
+
+    async def fetch(*words: object) -> None:
+        library.holdings.damaged.discard(SET)
+
+    monkeypatch.setattr(library.streams, "join", join)
+    monkeypatch.setattr(library.fetcher, "fetch", fetch)
+    monkeypatch.setattr(module, "LEAST_BYTES", least)
+    monkeypatch.setattr(module, "streaming_problem", lambda: problem)
+    need, guest = DataNeed("ada/pictures", SET), Guest(b"j" * 16, noted.append)
+    given = await library.bring(need, bringing(CIPHER.key), b"b" * 32, guest, print, may)
+    assert (given.stream is not None) == (may and least == 1 and not problem and not fails)
+    assert given.lent == CIPHER.realm and noted == ([f"{fails}: it is fetched first"] if fails else [])
 
 
 async def test_files_that_no_guest_uses_are_made_again_after_a_verification(
@@ -746,6 +878,10 @@ async def test_copy_of_a_guest_is_its_own(library: DataLibrary, tmp_path: Path) 
     for root in (two, shared.path):
         assert SECRET in (root / "file").read_bytes() and not (root / "new").exists()
     assert (one / "file").stat().st_nlink == 1
+    mark = library.holdings.store.sets / SET.hex()
+    os.utime(mark, (1, 1))
+    await own_copy(library, tmp_path / "three")
+    assert mark.stat().st_mtime > 1, "its use is noted"
     await library.release(shared)
 
 
@@ -925,6 +1061,18 @@ async def test_data_set_of_this_user_is_signed_as_it_is_meant(node: Node, tmp_pa
     assert third.everybody and not third.realm and not third.readers
 
 
+async def test_data_set_that_goes_is_announced_no_more(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(SECRET * 100)
+    library, identity = node.library, await added(node, tmp_path / "file")
+    await library.drop_here(identity)
+    assert not decode_announced(node.announced).sets and not library.holdings.store.has(identity)
+    manifest = library.directory.known[again := await added(node, tmp_path / "file")]
+    await library.remove(manifest)
+    (removal,) = decode_announced(node.announced).sets
+    assert removal.number > manifest.number and library.directory.known[removal.id].removes
+    assert not library.holdings.store.has(again) and library.holdings.held == {removal.id}
+
+
 async def test_newest_version_of_this_user_is_pinned_alone(node: Node, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(SECRET * 100)
     old, new = await added(node, tmp_path / "file"), await added(node, tmp_path / "file")
@@ -1100,7 +1248,7 @@ async def test_data_sets_are_added_one_at_a_time(
     with pytest.raises(DataError):
         library.add("../pictures", path, (), False, False)
     second = library.add("voices", path, (), False, False)
-    while not second.words:
+    while not second.words and len(began) < 2:
         await asyncio.sleep(0)
     assert began == ["pictures"] and second.words == "waits until another data set is added"
     go_on.set()
