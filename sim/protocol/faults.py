@@ -177,7 +177,8 @@ def draw_mesh(seed: int) -> MeshPlan:
 class WorkPlan(msgspec.Struct, frozen=True):
     """The jobs of one run, as shares: `failing` have guests that fail, `limited` may run for a time or until a deadline only, and
     the guests of `stubborn` ones do not react to a notice. `after` wait for another job, and `arrays` are arrays of jobs. `busy`
-    of the nodes have no place for jobs, and the others have one; jobs have different priorities then.
+    of the nodes have no place for jobs, and the others have one; jobs have different priorities then. The users of `selective`
+    jobs exclude half of the nodes.
     """
 
     failing: float = 0.0
@@ -186,6 +187,7 @@ class WorkPlan(msgspec.Struct, frozen=True):
     after: float = 0.0
     arrays: float = 0.0
     busy: float = 0.0
+    selective: float = 0.0
 
 
 def draw_work_plan(seed: int) -> WorkPlan:
@@ -201,4 +203,5 @@ def draw_work_plan(seed: int) -> WorkPlan:
         after=maybe(0.7),
         arrays=maybe(0.4),
         busy=rng.uniform(0.5, 0.9) if rng.random() < 0.4 else 0.0,
+        selective=maybe(0.7),
     )

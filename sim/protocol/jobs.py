@@ -130,7 +130,7 @@ SELDOM_SHARE = 0.2  # of jobs that save once, after their first few steps
 STEPS = (20, 90)  # of a job
 LONG_SHARE, LONG_STEPS = 0.3, (150, 220)  # of jobs where places are few: no job makes room in its first two minutes
 PRIORITIES = (0, 50, 100)
-LIMITED_SHARE, EXCLUDED_SHARE = 0.2, 0.5  # of jobs whose user excludes nodes, and of the nodes that may be excluded
+EXCLUDED_SHARE = 0.5  # of the nodes that the users of some jobs exclude
 SEIZURES, SEIZE_WITHIN_S = 5, 60.0  # of the lease of such a job by one of its witnesses that is excluded
 HOME_SHARE, SETTLE_S = 0.1, 8.0  # share of jobs that migrate back to their first node, once it was free for SETTLE_S
 MIN_WIPE_INTERVAL_S = 60.0  # a group needs time to replace a member that lost its disk
@@ -1022,7 +1022,7 @@ class JobsWorld(MembershipWorld):
     def _draw_excluded(self) -> tuple[bytes, ...]:
         """Draw the nodes that the user of a job excludes from running it: for some jobs, all but the first two may be."""
         rng = self.streams.get("world", "excluded")
-        if rng.random() >= LIMITED_SHARE:
+        if rng.random() >= self.work_plan.selective:
             return ()
         return tuple(node.id for node in self.nodes[2:] if rng.random() < EXCLUDED_SHARE)
 

@@ -705,7 +705,7 @@ def test_partitioned_runner_yields_to_a_higher_promise() -> None:
 
 
 def test_end_that_is_cut_off_yields_to_a_higher_promise() -> None:
-    """Otherwise the runner proposes it for ever, and with it holds the lease (the simulator's seed 779001)."""
+    """Otherwise the runner proposes it for ever, and with it holds the lease (found by the simulator)."""
     world = running(checkpointing=None)
     world.silent = {B, C}
     world.tell(exited(0))
