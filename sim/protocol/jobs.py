@@ -357,7 +357,8 @@ class JobNode(KeepingNode):
         member = self.participant.members.get(job)
         leader = self.world.by_id.get(member.runner) if member is not None else None
         until = leader.doubted_until + LEASE_S if isinstance(leader, JobNode) else 0.0
-        if max(self.last_stall_end, self.stalled_until, self.disk.faults.slow_until) > self.paused_until >= 0:
+        held_up = max(self.last_stall_end, self.stalled_until, self.disk.faults.slow_until) > self.paused_until
+        if (held_up or self._worker.busy) and self.paused_until >= 0:
             until = max(until, self.paused_until + LEASE_S)  # its process may not have looked yet
         return self.world.kernel.now < max(self.doubted_until, until)
 

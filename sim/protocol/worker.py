@@ -41,17 +41,17 @@ class Worker:
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
         self._inputs: list[Input] = []
-        self._busy = False
+        self.busy = False  # perhaps with a save under way
 
     def take(self, item: Input) -> None:
         """Work off an input, after those that came before it."""
         self._inputs.append(item)
-        if not self._busy:
+        if not self.busy:
             self._work()
 
     def _work(self) -> None:
-        self._busy = bool(self._inputs)
-        if self._busy:
+        self.busy = bool(self._inputs)
+        if self.busy:
             batch, self._inputs = self._inputs, []
             outputs = list(self._shell.participant.look_at_clocks(self._shell.instant))
             for item in batch:

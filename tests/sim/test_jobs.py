@@ -45,6 +45,7 @@ from sim.protocol.faults import (
     MeshPlan,
     draw_job_faults,
     draw_mesh,
+    draw_work_plan,
 )
 from sim.protocol.guests import Guest
 from sim.protocol.job_checkers import OneGroup, SignedSpec, all_job_checkers
@@ -436,9 +437,12 @@ class TestNegativeControls:
         late = msgspec.structs.replace(SLOW, loss=0.0, delay_s=(0.0, 1.2), incidents=("one way", "partition", "stall"))
         late = msgspec.structs.replace(late, incident_every_s=3.0, until_s=300.0)
         monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 2.0)
-        assert found(lambda seed: JobsWorld(seed, faults=late, job_checkers=[OneLease(), NoDuplicates()])).startswith(
-            "J1"
-        )
+
+        def world(seed: int) -> JobsWorld:
+            work = msgspec.structs.replace(draw_work_plan(seed), selective=0.0)
+            return JobsWorld(seed, faults=late, work=work, job_checkers=[OneLease(), NoDuplicates()])
+
+        assert found(world).startswith("J1")
 
     def test_leases_on_a_clock_that_stops_during_suspend(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace CLOCK_BOOTTIME by CLOCK_MONOTONIC."""
