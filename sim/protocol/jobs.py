@@ -1292,11 +1292,10 @@ class JobsWorld(MembershipWorld):
         for job, witness in list(liar.participant.witnesses.items()):
             known = witness.witness_record
             records = [node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records]
-            itself = Voter(liar.id, liar.disk.name)
-            alone = Config(known.config.number + 1, known.promised + 1, (itself,))
+            alone = Config(known.config.number + 1, known.promised + 1, (Voter(liar.id, liar.disk.name),))
             if any(
                 liar.id in {record.holder, *(last.node for last in record.record.attempts[-1:])}
-                or decides(record.config, {itself})
+                or decides(record.config, {voter for voter in record.config.everyone if voter.node == liar.id})
                 for record in records
             ):
                 continue
