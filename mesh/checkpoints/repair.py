@@ -12,7 +12,7 @@ from ckptstore.store import Store
 from membership.identity import NodeId
 from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, Shortage
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import FetchError, Origin, Replicator
+from mesh.checkpoints.replicator import Expected, FetchError, Replicator
 from mesh.consensus.status import JobStatus
 from mesh.model.spec import JobSpec, format_job
 from mesh.rpc.client import PeerError
@@ -77,7 +77,7 @@ class Repair:
         try:
             spec = await self._relied_on(job, found.manifest)
             if spec is not None:
-                await self._replicator.fetch(found.manifest, others, Origin.of(job, spec))
+                await self._replicator.fetch(found.manifest, others, Expected.of(job, spec))
                 here = True
         except (FetchError, PeerError, StoreError, TimeoutError, OSError) as error:
             log.info("job %s: this node lacks what it should have of it: %s", format_job(job)[:8], error)

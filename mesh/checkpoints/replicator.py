@@ -69,7 +69,7 @@ class FetchError(RuntimeError):
         self.unsure = frozenset(unsure)
 
 
-class Origin(NamedTuple):
+class Expected(NamedTuple):
     """What a fetched manifest must state: its job and user, and a signer who may have signed it."""
 
     job: bytes
@@ -77,8 +77,8 @@ class Origin(NamedTuple):
     may_sign: Callable[[NodeId], bool] = lambda signer: True
 
     @classmethod
-    def of(cls, job: bytes, spec: JobSpec) -> "Origin":
-        """Return the origin of what a job saves: a node that its user lets run it has signed it."""
+    def of(cls, job: bytes, spec: JobSpec) -> "Expected":
+        """Return what is expected of all that a job saves: a node that its user lets run it has signed it."""
         return cls(job, spec.user, spec.allows)
 
 
@@ -297,19 +297,19 @@ class Replicator:
         self,
         manifest: bytes,
         holders: Sequence[NodeId],
-        of: Origin,
+        expected: Expected,
         tell: Callable[[str], None] = lambda words: None,
     ) -> None:
         """Fetch a checkpoint with all its chunks into the local store, and report progress; FetchError if no holders have it
-        whole, or if it is not `of` this origin: the signer of a manifest may name any job and user, and would choose the quota.
+        whole, or if it is not as expected: the signer of a manifest may name any job and user, and would choose the quota.
         """
         if await asyncio.to_thread(self._complete, manifest):
             return
         sealed, sources = await self._fetch_manifest(manifest, holders)
         signer, wanted = await asyncio.to_thread(decode_manifest, sealed, self._store.unseal)
-        if (of.job, of.user) != (wanted.job, wanted.user):
+        if (expected.job, expected.user) != (wanted.job, wanted.user):
             raise FetchError("it is not of this job and user")
-        if not of.may_sign(signer):
+        if not expected.may_sign(signer):
             raise FetchError("it is signed by a node that the job's user does not let run it")
         missing = set(await asyncio.to_thread(self._store.missing, wanted.chunks))
         have = await asyncio.to_thread(self._store.base_candidates, wanted.job) if missing else ()

@@ -27,7 +27,7 @@ from mesh.checkpoints.commit_modes import CommittedTree, being_written, committe
 from mesh.checkpoints.keys import NoKey
 from mesh.checkpoints.loss_estimate import LossEstimate, Lost
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import FetchError, Origin, Replicator
+from mesh.checkpoints.replicator import Expected, FetchError, Replicator
 from mesh.checkpoints.save_schedule import SaveSchedule
 from mesh.checkpoints.system_checkpoints import PARTS, Dumps
 from mesh.checkpoints.writer import CheckpointWriter
@@ -590,7 +590,9 @@ class Attempt:
         if self.spec.workdir is not None and not whole:
             holders = [*self.spec.workdir_holders, *self._replica_policy().fallback]
             brings = self._brings("working directory")
-            fetch = partial(self._replicator.fetch, self.spec.workdir, holders, Origin(NO_JOB, self.spec.user), brings)
+            fetch = partial(
+                self._replicator.fetch, self.spec.workdir, holders, Expected(NO_JOB, self.spec.user), brings
+            )
             await fetch()
             await restore(self.spec.workdir, "work", "work", fetch)
         (base / "work").mkdir(exist_ok=True)
@@ -615,7 +617,7 @@ class Attempt:
 
     async def _fetch_commit(self, record: JobRecord, commit: Commit) -> None:
         """Fetch the last checkpoint; CommitNotFetched tells whether it is lost, and whether its predecessor is here then."""
-        sources, of = self._replica_policy().sources, Origin.of(self.job, self.spec)
+        sources, of = self._replica_policy().sources, Expected.of(self.job, self.spec)
         try:
             await self._replicator.fetch(commit.manifest, sources(record, commit), of, self._brings("checkpoint"))
         except FetchError as error:

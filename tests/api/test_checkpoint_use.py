@@ -10,7 +10,7 @@ import pytest
 from ckptstore.errors import StoreError
 from ckptstore.store import ManifestInfo
 from mesh.api.handlers.checkpoints import CheckpointHandlers, _named, _needing, _use
-from mesh.checkpoints.replicator import FetchError, Origin
+from mesh.checkpoints.replicator import Expected, FetchError
 from mesh.consensus.status import status_of
 from mesh.model.record import Commit, Outcome
 from mesh.util.errors import ExitCode, MeshError
@@ -100,7 +100,7 @@ async def test_damaged_checkpoint_is_fetched_again_or_told_lost(monkeypatch: pyt
     monkeypatch.setattr("mesh.api.handlers.checkpoints.verify", lambda store: report)
     asked: list[Any] = []
 
-    async def fetch(identity: bytes, sources: list[bytes], of: Origin) -> None:
+    async def fetch(identity: bytes, sources: list[bytes], of: Expected) -> None:
         assert (of.job, of.user) == (JOB, "ada")
         asked.append((identity, sources))
         if identity == b"lost":

@@ -22,7 +22,7 @@ from mesh.api.handlers.logs import LogReader
 from mesh.api.handlers.lookup import JobLookup
 from mesh.api.handlers.submission import AGAIN_MAX_S, ASKED_MAX_S, DELIVERED_AT_ONCE, GIVEN_UP_AT, Delivery
 from mesh.api.requests import SubmitOrder
-from mesh.checkpoints.replicator import FetchError, Origin, Replicator
+from mesh.checkpoints.replicator import Expected, FetchError, Replicator
 from mesh.checkpoints.witness_group import Words
 from mesh.consensus.effects import WitnessRecord
 from mesh.journal import JournalError
@@ -289,7 +289,7 @@ class Finished:
     async def _cipher(self, *asked: object) -> None:
         return None
 
-    async def _fetch(self, manifest: bytes, sources: list[bytes], of: Origin) -> None:
+    async def _fetch(self, manifest: bytes, sources: list[bytes], of: Expected) -> None:
         assert (of.job, of.user) == (self.status.job, "ada") and of.may_sign(A)
         if self.problem is not None:
             raise self.problem

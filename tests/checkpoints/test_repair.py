@@ -12,7 +12,7 @@ from ckptstore.errors import StoreError
 from mesh.checkpoints.repair import Repair
 from mesh.checkpoints.repair_plan import LOST_S, MOST_COPIES, RETRY_S, Kept, RepairPlan, kept
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import FetchError, Origin, Replicated
+from mesh.checkpoints.replicator import Expected, FetchError, Replicated
 from mesh.consensus.status import JobStatus
 from mesh.model.record import Attempt, Commit, Config, Outcome
 from mesh.model.spec import JobSpec
@@ -79,8 +79,8 @@ class Bench:
         took = tuple(node for node in able if node in self.can_take)[:want]
         return Replicated(took, "" if took else "they are full", ())
 
-    async def fetch(self, manifest: bytes, holders: list[bytes], of: Origin) -> None:
-        assert of == Origin.of(JOB, SPEC)
+    async def fetch(self, manifest: bytes, holders: list[bytes], of: Expected) -> None:
+        assert of == Expected.of(JOB, SPEC)
         self.fetched.append((manifest, tuple(dict.fromkeys(holders))))
         if self.nobody_has_it:
             raise FetchError("no node has it")

@@ -17,7 +17,7 @@ from ckptstore.mappings import Processes
 from ckptstore.pack import BLOCK_BYTES
 from membership.identity import Identity
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import FetchError, Origin, Replicator
+from mesh.checkpoints.replicator import Expected, FetchError, Replicator
 from mesh.consensus.effects import Kill, RunUntil, SaveCheckpoint, SaveResult
 from mesh.consensus.effects import Launch as LaunchGuest
 from mesh.consensus.reports import (
@@ -437,8 +437,8 @@ async def test_start_without_its_checkpoint_says_if_it_is_lost_and_what_is_here(
     engine, asked = LateEngine(waits=False), []
     place = Place(tmp_path, engine, store=open_store(tmp_path / "store"), checkpointing=Checkpointing())
 
-    async def fetch(manifest: bytes, sources: list[bytes], of: Origin, tell: object = None) -> None:
-        assert of == Origin.of(b"j" * 16, place.attempt.spec)
+    async def fetch(manifest: bytes, sources: list[bytes], of: Expected, tell: object = None) -> None:
+        assert of == Expected.of(b"j" * 16, place.attempt.spec)
         asked.append((manifest, sources))
         if manifest == b"2" * 32 or not predecessor_is_there:
             raise FetchError("gone", unsure)

@@ -23,7 +23,7 @@ from ckptstore.receiver import Receiver
 from ckptstore.store import SavedManifest, Store
 from membership.identity import Identity
 from mesh.checkpoints import replicator as replicator_module
-from mesh.checkpoints.replicator import FetchError, Origin, Replicator
+from mesh.checkpoints.replicator import Expected, FetchError, Replicator
 from mesh.rpc import parallel_fetch, streams
 from mesh.rpc.client import Address
 from mesh.rpc.direct import DirectBody
@@ -32,7 +32,7 @@ from tests.consensus.worlds import make_spec
 from tests.rpc.nodes import client_of, node_named, serve
 
 HONEST, OTHER = node_named("h").node_id, node_named("o").node_id
-OF = Origin(JOB, "ada")
+OF = Expected(JOB, "ada")
 
 
 class Holder:
@@ -170,7 +170,7 @@ MANNERS = [
 async def test_manifest_of_another_job_or_user_is_not_fetched(world: World) -> None:
     saved = world.checkpoint()
     replicator = await world.replicator(honest="honest")
-    for another in (Origin(b"o" * 16, "ada"), Origin(JOB, "another")):
+    for another in (Expected(b"o" * 16, "ada"), Expected(JOB, "another")):
         with pytest.raises(FetchError, match="not of this job and user"):
             await replicator.fetch(saved.id, [HONEST], another)
     assert not world.holders[HONEST].asked
@@ -185,9 +185,9 @@ async def test_manifest_of_a_node_that_is_not_to_run_the_job_is_not_fetched(worl
     signer, _ = decode_manifest(world.theirs.sealed_manifest(saved.id), world.theirs.unseal)
     spec = make_spec(not_on=(signer,))
     with pytest.raises(FetchError, match="signed by a node that the job's user does not let run it"):
-        await replicator.fetch(saved.id, [HONEST], Origin.of(JOB, spec))
+        await replicator.fetch(saved.id, [HONEST], Expected.of(JOB, spec))
     assert not world.ours.manifests() and not list(world.ours.packs.iterdir())
-    await replicator.fetch(saved.id, [HONEST], Origin.of(JOB, make_spec(on=(signer,))))
+    await replicator.fetch(saved.id, [HONEST], Expected.of(JOB, make_spec(on=(signer,))))
     assert restored(world, saved)
 
 
@@ -196,7 +196,7 @@ async def test_fetch_evades_no_quota_by_the_name_of_the_nodes_user(world: World)
     saved, world.ours.user, world.ours.foreign_quota_bytes = world.checkpoint(), "ada", 1 << 20
     replicator = await world.replicator(honest="honest")
     with pytest.raises(FetchError, match="not of this job and user"):
-        await replicator.fetch(saved.id, [HONEST], Origin(JOB, "eve"))
+        await replicator.fetch(saved.id, [HONEST], Expected(JOB, "eve"))
     assert not world.ours.manifests() and not list(world.ours.packs.iterdir())
     world.ours.user = "eve"
     with pytest.raises(QuotaExceeded):

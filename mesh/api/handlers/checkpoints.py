@@ -11,7 +11,7 @@ from ckptstore.store import ManifestInfo, Store
 from membership.node import MembershipNode
 from mesh.api import schemas
 from mesh.api.handlers.lookup import JobLookup, require_free
-from mesh.checkpoints.replicator import FetchError, Origin
+from mesh.checkpoints.replicator import Expected, FetchError
 from mesh.consensus.status import JobStatus
 from mesh.jobs.service import JobService
 from mesh.model.spec import format_job
@@ -66,7 +66,7 @@ class CheckpointHandlers:
         for identity in report.damaged_manifests:
             try:
                 manifest = await asyncio.to_thread(store.manifest, identity)
-                of = Origin(manifest.job, manifest.user)  # its signer was checked as it came here
+                of = Expected(manifest.job, manifest.user)  # its signer was checked as it came here
                 await self._jobs.replicator.fetch(identity, self._sources(manifest.job, identity), of)
                 repaired.append(identity.hex())
             except (StoreError, FetchError) as error:

@@ -21,7 +21,7 @@ from membership.identity import NodeId, format_id, short_id
 from membership.malformed import MALFORMED
 from membership.node import MembershipNode
 from mesh.checkpoints.keys import NoKey
-from mesh.checkpoints.replicator import FetchError, Origin
+from mesh.checkpoints.replicator import Expected, FetchError
 from mesh.consensus.effects import WitnessRecord, decode_witness_record
 from mesh.consensus.status import JobStatus, best_of
 from mesh.jobs.authority import is_user
@@ -332,7 +332,7 @@ class JobLookup:
         others = replica_order(status.job, self._jobs.mesh_view.adverts(), {self.me}, 0)
         sources = [node for node in dict.fromkeys([*holders, *reversed(ran), *others]) if node != self.me]
         try:
-            await self._jobs.replicator.fetch(manifest, sources, Origin.of(status.job, await self.spec_of(status)))
+            await self._jobs.replicator.fetch(manifest, sources, Expected.of(status.job, await self.spec_of(status)))
         except FetchError as error:
             raise MeshError(f"its files cannot be reached now: {error}") from error
         return await self.cipher_of(status, manifest)
