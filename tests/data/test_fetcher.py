@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -364,6 +365,28 @@ async def test_awaited_chunk_comes_first(fetching: Fetching, monkeypatch: pytest
     await whole
     asked = [one for request in fetching.asked for one in request.ids]
     assert asked[0] in last and asked.count(asked[0]) == 1 and fetching.arrived
+
+
+class Everything:
+    def __contains__(self, one: object) -> bool:
+        return True
+
+
+async def test_awaited_chunks_stay_while_one_comes(fetching: Fetching) -> None:
+    """They belong to no data set that is here."""
+    (page,) = {page for page, _ in fetching.holders[FIRST].entries(fetching.root, fetching.cipher)}
+    (first, *_, last), store = page.chunks, fetching.holdings.store
+    await fetching.fetcher.at_once(fetching.identity, JOB, dict([first]))
+    fetching.hang = asyncio.Event()
+    awaited = asyncio.create_task(fetching.fetcher.at_once(fetching.identity, JOB, dict([last])))
+    while len(fetching.asked) < 2:
+        await asyncio.sleep(0)
+    store.free(time.time(), Everything())
+    assert not store.missing([first[0]])
+    fetching.hang.set()
+    await awaited
+    store.free(time.time(), Everything())
+    assert set(store.missing([first[0], last[0]])) == {first[0], last[0]}, "nobody waits for them any more"
 
 
 async def test_awaited_chunk_comes_from_a_node_that_fetches_the_set(fetching: Fetching) -> None:
