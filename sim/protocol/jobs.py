@@ -662,7 +662,9 @@ class JobNode(KeepingNode):
             self.world.given_up.add(given_up.manifest)
 
     def will_decide_alone(self, witness_record: WitnessRecord) -> bool:
-        return majority(witness_record.config.members, {Voter(self.id, self.disk.name)})
+        """Tell whether this node decides in the group to come, perhaps under the name of an earlier disk."""
+        members = witness_record.config.members
+        return majority(members, {voter for voter in members if voter.node == self.id})
 
     # --- guests
 
