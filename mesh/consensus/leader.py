@@ -163,6 +163,8 @@ class Leader:
                     self._proposer.on_accepted(sender, message)
                     return self._finish(self._ended(self._proposer.record, "cancelled", "cancelled", at), at)
                 decided = self._proposer.on_accepted(sender, message)
+                if self.state == "waiting" and self.view is not None:
+                    return [*self._proposer.regroup(self.view, at.now)]
                 if decided is None or decided.record.outcome is None:
                     return []  # a round of before the end: closing the term by it would leave the job open
                 self._to_watching()

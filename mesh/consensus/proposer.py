@@ -5,9 +5,10 @@ The leader uses it after it has prepared a term; the runner uses it under the te
 round, which needs a majority of the old and of the new group, and then a round of the new group alone (Raft: Ongaro 2014,
 section 4.3). So two groups never decide independently.
 
-A newcomer is asked whether it can vote before a group names it (a learner of Raft, section 4.2.1). If the joint round is not
-decided soon, the owner of the term goes back to the old group under a higher number. That is safe: the new group decides
-alone only after this owner has seen the joint round decided, and whoever takes a higher term reads from a majority of the old.
+A group is named only once most of it has answered, and each newcomer that it can vote (a learner of Raft, section 4.2.1): no
+later term could be won if the new group were lost. If the joint round is not decided soon for want of votes of the new group,
+the owner of the term goes back to the old one under a higher number. That is safe: the new group decides alone only after this
+owner has seen the joint round decided, and whoever takes a higher term reads from a majority of the old.
 
 A round renews the lease only when asked to, so that what a lost holder saved last does not delay its successor. The first
 rounds of a group renew it in any case, until one is decided: who asks that group for a term may ask none of those that
@@ -21,7 +22,7 @@ import msgspec
 from mesh.consensus.effects import Send
 from mesh.consensus.messages import MOST_WARRANTS, Accept, Accepted, Introduce, Introduced, Refused
 from mesh.consensus.view import View
-from mesh.model.record import Config, JobRecord, Voter
+from mesh.model.record import Config, JobRecord, Voter, majority
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -71,8 +72,7 @@ class Proposer:
         self._removed: tuple[Voter, ...] = ()
         self._sought: tuple[Voter, ...] = ()  # the group that this one should become
         self._sought_at = self._ask_at = 0.0
-        self._ready: set[Voter] = set()  # newcomers that can vote
-        self._answered: set[Voter] = set()
+        self._answered: set[Voter] = set()  # since that group was last sought or named; newcomers that can vote
         self._unfit: dict[bytes, tuple[float, float]] = {}  # until when a node is not asked, and for how long that was
         self._refusing: set[Voter] = set()  # for good: their promises and ends are never taken back
         # Answers to an earlier attempt or submission of this term, which come late, name none of its rounds.
@@ -125,36 +125,35 @@ class Proposer:
         if set(members) == set(self.config.members):
             self._sought = ()
             return []
-        missing = [voter for voter in members if voter not in self.config.members and voter not in self._ready]
         if members != self._sought:
-            self._sought, self._sought_at, self._ask_at = members, now, now
-        elif missing and now - self._sought_at >= ANSWER_S:
+            self._sought, self._sought_at, self._ask_at, self._answered = members, now, now, set()
+        missing = [voter for voter in members if voter not in self.config.members and voter not in self._answered]
+        if missing and now - self._sought_at >= ANSWER_S:
             self._pass_over(missing, now)
             return self.regroup(view, now, patience_s)
-        if missing and now < self._ask_at:
+        if not missing and majority(members, self._answered):
+            self.config, self._sought_at, self._answered = self.config.joint(members, self.term), now, set()
+            return self.propose(now)
+        if now < self._ask_at:
             return []
-        if missing:
-            self._ask_at = now + ASK_AGAIN_S
-            return [Send(voter.node, Introduce(job=self.job, spec=self.spec)) for voter in missing]
-        self.config, self._sought_at = self.config.joint(members, self.term), now
-        return self.propose(now)
+        self._ask_at = now + ASK_AGAIN_S
+        introduce = Introduce(job=self.job, spec=self.spec)
+        return [*self.propose(now), *(Send(voter.node, introduce) for voter in missing)]
 
     def on_introduced(self, sender: bytes, message: Introduced, now: float) -> None:
         """Count a newcomer's answer; `regroup` continues."""
         voter = Voter(sender, message.disk)
         if voter in self._sought and not message.problem:
-            self._ready.add(voter)
+            self._answered.add(voter)
         elif any(sought.node == sender for sought in self._sought):
             self._pass_over([voter], now)
 
     def _go_back(self, now: float) -> list[Send]:
-        """Give up a joint group with a newcomer that does not vote; without one, the old group is what lacks votes."""
-        silent = [voter for voter in self._newcomers if voter not in self._answered]
-        if not silent:
+        """Give up a joint group whose new members do not vote, unless the old group is what lacks votes."""
+        if majority(self.config.members, self._answered):
             return []
         self._removed = tuple(self._newcomers)
-        self._pass_over(silent, now)
-        self._ready.difference_update(silent)
+        self._pass_over([voter for voter in self._newcomers if voter not in self._answered], now)
         self.config = Config(self.config.number + 1, self.term, self.config.previous)
         return self.propose(now)
 

@@ -268,7 +268,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     def quorum(self, acks: Set[Voter]) -> bool:
         """Tell whether these voters decide for the group."""
-        return _majority(self.members, acks) and (not self.previous or _majority(self.previous, acks))
+        return majority(self.members, acks) and (not self.previous or majority(self.previous, acks))
 
     def joint(self, members: tuple[Voter, ...], term: int) -> "Config":
         """Return the transition from this group to `members`, proposed under `term`."""
@@ -278,5 +278,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return msgspec.structs.replace(self, previous=())
 
 
-def _majority(members: tuple[Voter, ...], acks: Set[Voter]) -> bool:
+def majority(members: tuple[Voter, ...], acks: Set[Voter]) -> bool:
+    """Tell whether most of these members have acknowledged."""
     return 2 * sum(voter in acks for voter in members) > len(members)

@@ -574,6 +574,16 @@ def test_waiting_leader_waits_on_once_its_round_is_decided() -> None:
     assert leader.state == "waiting" and sends(fire(leader, effects, "heartbeat"), Accept)
 
 
+def test_waiting_leader_changes_its_group_as_soon_as_the_new_one_answers() -> None:
+    leader, _ = waiting_leader()
+    asked = sends(leader.observe(make_view(A, (A,)), at(1)), Accept)
+    assert {send.to for send in asked} == {A, B, C}
+    answer = Accepted(job=JOB, term=leader._term, disk=DISK, round=asked[0].message.round)  # type: ignore[union-attr]
+    assert leader.handle(B, answer, at(1)) == []
+    named = sends(leader.handle(A, answer, at(1)), Accept)
+    assert {send.message.config.members for send in named} == {voters(A)}  # type: ignore[union-attr]
+
+
 def test_waiting_leader_yields_to_a_majority_that_has_promised_a_higher_term() -> None:
     leader, effects = waiting_leader()
     higher = Refused(JOB, 1, DISK, 1, 5, GROUP, 0.0, needs_spec=False, finished=False)

@@ -42,11 +42,12 @@ def introduced_to(sends: list[Send]) -> set[bytes]:
 
 
 def make_joint(newcomer: bytes = D) -> Proposer:
-    """Return a proposer whose group has just become joint, to replace C by `newcomer`; its round is number 1."""
+    """Return a proposer whose group has just become joint, to replace C by `newcomer`; its round is number 2."""
     proposer = make_proposer()
     view = make_view(A, (A, B, newcomer))
     assert introduced_to(proposer.regroup(view, 0.0)) == {newcomer}
     proposer.on_introduced(newcomer, Introduced(JOB, DISK), 0.0)
+    proposer.on_accepted(A, accepted(1))
     assert set(accepts(proposer.regroup(view, 0.0))) == {A, B, C, newcomer}
     return proposer
 
@@ -103,12 +104,13 @@ def test_group_that_has_not_granted_the_lease_renews_it() -> None:
     view = make_view(A, (A, B, D))
     proposer.regroup(view, 1.0)
     proposer.on_introduced(D, Introduced(JOB, DISK), 1.0)
+    decide(proposer, 2)
     joint = accepts(proposer.regroup(view, 1.0))
     assert all(accept.renews and accept.config.previous for accept in joint.values())
-    decide(proposer, 2)
+    decide(proposer, 3)
     assert not proposer.config.previous
     assert renews(proposer, 2.0), "the members of the new group alone"
-    assert decide(proposer, 3).renews
+    assert decide(proposer, 4).renews
     assert not renews(proposer, 3.0)
 
 
@@ -161,7 +163,6 @@ def test_only_a_voter_gets_the_job() -> None:
 
 def test_round_is_decided_by_the_group_that_it_names() -> None:
     proposer = make_proposer()
-    proposer.propose(0.0)
     view = make_view(A, (A, D, E))
     proposer.regroup(view, 0.0)
     for newcomer in (D, E):
@@ -181,7 +182,7 @@ def test_round_is_decided_by_the_group_that_it_names() -> None:
 def test_replaced_witness_hears_the_rounds_of_the_new_group() -> None:
     proposer = make_joint()
     for node in (A, B, D):
-        proposer.on_accepted(node, accepted(1))
+        proposer.on_accepted(node, accepted(2))
     assert proposer.config.members == voters(A, B, D) and not proposer.config.previous
     assert accepts(proposer.propose(1.0))[C].config == proposer.config
 
@@ -210,12 +211,12 @@ def test_newcomer_that_cannot_vote_is_passed_over() -> None:
 def test_group_with_a_silent_newcomer_is_given_up() -> None:
     proposer = make_joint()
     joint = proposer.config
-    proposer.on_accepted(A, accepted(1))
+    proposer.on_accepted(A, accepted(2))
     assert proposer.regroup(make_view(A, (A, B, D)), ANSWER_S - 0.1) == []
     old = accepts(proposer.regroup(make_view(A, (A, B, D)), ANSWER_S))
     assert set(old) == {A, B, C, D}, "the newcomer is told too"
     assert proposer.config == Config(joint.number + 1, TERM, GROUP.members)
-    assert proposer.on_accepted(B, accepted(1)) == Decided(0.0, FIRST, joint, renews=True), (
+    assert proposer.on_accepted(B, accepted(2)) == Decided(0.0, FIRST, joint, renews=True), (
         "a late answer decides the joint round"
     )
     assert proposer.config.members == GROUP.members and proposer.config.order > joint.order, "and changes no group"
@@ -226,11 +227,38 @@ def test_group_with_a_silent_newcomer_is_given_up() -> None:
     assert proposer.regroup(make_view(A, (A, B, D)), later + ANSWER_S + UNFIT_S) == [], "longer each time"
 
 
-def test_group_whose_newcomer_answers_waits_for_the_old_one() -> None:
+def test_group_that_answers_waits_for_the_old_one() -> None:
     proposer = make_joint()
-    proposer.on_accepted(D, accepted(1))
+    for node in (A, D):
+        proposer.on_accepted(node, accepted(1))
     assert proposer.regroup(make_view(A, (A, B, D)), 10 * ANSWER_S) == [], "what it lacks is votes of the old group"
     assert proposer.config.previous
+
+
+def test_group_is_named_only_once_most_of_it_has_answered() -> None:
+    """What this node knows of who stays may be old: A may have lost its disk."""
+    proposer, view = make_proposer(), make_view(A, (A,))
+    proposer.propose(0.0)
+    proposer.on_accepted(A, accepted(1))
+    assert set(accepts(proposer.regroup(view, 1.0))) == {A, B, C} and proposer.config == GROUP, "that was before"
+    for node in (B, C):
+        proposer.on_accepted(node, accepted(2))
+    assert proposer.regroup(view, 1.0 + ASK_AGAIN_S / 2) == []
+    assert accepts(proposer.regroup(view, 10 * ANSWER_S)) and proposer.config == GROUP, "it is asked again"
+    proposer.on_accepted(A, accepted(3))
+    assert accepts(proposer.regroup(view, 10 * ANSWER_S)) and proposer.config == GROUP.joint(voters(A), TERM)
+
+
+def test_group_that_no_longer_answers_is_given_up() -> None:
+    proposer, view = make_proposer(), make_view(A, (A,))
+    proposer.regroup(view, 0.0)
+    proposer.on_accepted(A, accepted(1))
+    assert accepts(proposer.regroup(view, 0.0)) and proposer.config.members == voters(A)
+    for node in (B, C):
+        proposer.on_accepted(node, accepted(2))
+    assert accepts(proposer.regroup(view, ANSWER_S)) and proposer.config.members == GROUP.members
+    assert not proposer.config.previous
+    assert accepts(proposer.regroup(view, ANSWER_S)) and proposer.config.members == GROUP.members, "all answer again"
 
 
 def test_joint_group_of_an_earlier_term_is_given_up_too() -> None:
@@ -249,7 +277,7 @@ def test_rounds_carry_the_description_to_newcomers_that_have_not_answered() -> N
         return {node for node, accept in accepts(proposer.propose(now)).items() if accept.spec is not None}
 
     assert described(1.0) == {D}
-    proposer.on_accepted(D, accepted(1, TERM - 1))
+    proposer.on_accepted(D, accepted(2, TERM - 1))
     assert described(2.0) == {D}, "that was to an earlier term"
     proposer.on_accepted(D, accepted(3))
     assert described(3.0) == set()
