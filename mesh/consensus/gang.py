@@ -281,7 +281,9 @@ class GangMember:
         self._round = first_round
         self._heard_at = 0.0
         self._end: MemberEnded | None = None
-        self._leaving = ""  # the reason, if the owner wants the guest to leave
+        self._leaving = (
+            ""  # the reason, if the owner or the runner wants the guest to leave: then its end is not its fault
+        )
 
     def begin(self, at: Instant) -> list[Effect]:
         """Keep the place for a while."""
@@ -315,12 +317,13 @@ class GangMember:
         return [RunUntil(at.now if self.spec.on_partition == "freeze" else math.inf), *self._ask(at)]
 
     def on_dismiss(self, message: Dismiss, at: Instant) -> list[Effect]:
+        self._leaving = self._leaving or message.reason  # may be a late copy: then the runner knows nothing of it
         if message.grace_s > 0 and self.state != "enlisted":
             return self._notice(message.grace_s, message.reason, at)
         if self._end is None and self._guest_may_run:
             self.state = "ending"
             return [Kill(message.reason)]
-        ended = MemberEnded(job=self.job, term=self.term, code=0)
+        ended = self._end or MemberEnded(job=self.job, term=self.term, code=0, problem=self._leaving)
         return [Send(self.runner, ended), *self._over(message.reason)]
 
     def on_timer(self, timer: Timer, at: Instant) -> list[Effect]:

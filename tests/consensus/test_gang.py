@@ -343,6 +343,32 @@ class TestMember:
         end = running.member.exited(137, "", at(6))
         assert says(end, MemberEnded) and Ended("done") in end
 
+    def test_member_that_is_dismissed_ends_through_no_fault_of_its_own(self) -> None:
+        """A late copy of a dismissal of its term may reach it: then its runner did not mean this guest."""
+        unstarted, starting, running, told = MemberState(), MemberState(), MemberState(), MemberState()
+        for member in (starting, running, told):
+            member.begin()
+        for member in (running, told):
+            member.member.started()
+        running.dismiss(0.0)
+        told.dismiss(9.0)
+        ends = [unstarted.dismiss(0.0), starting.dismiss(0.0)]
+        ends += [running.member.exited(137, "", at(6)), told.member.exited(143, "", at(6))]
+        assert [(end.code, end.problem) for effects in ends for _, end in says(effects, MemberEnded)] == [  # type: ignore[union-attr]
+            (0, "over"),
+            (0, "over"),
+            (137, "over"),
+            (143, "over"),
+        ]
+
+    def test_member_that_is_dismissed_after_its_end_reports_that_end(self) -> None:
+        member = MemberState()
+        member.begin()
+        member.member.started()
+        member.member.exited(3, "", at(2))
+        ((_, end),) = says(member.dismiss(0.0), MemberEnded)
+        assert (end.code, end.problem) == (3, "")  # type: ignore[union-attr]
+
     def test_fault_of_a_members_node_is_no_failure_of_its_guest(self) -> None:
         member = MemberState()
         member.begin()
