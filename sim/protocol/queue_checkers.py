@@ -82,25 +82,24 @@ class JustPreemption(JobChecker):
     name = "preemption"
 
     def __init__(self) -> None:
-        # The last term of each job, its host, and when it was given to it by the host's own wall clock, which can be set.
-        self._placed: dict[bytes, tuple[int, JobNode, float]] = {}
+        # By job and term, the host, and when the job was given to it by the host's own wall clock, which can be set.
+        self._placed: dict[tuple[bytes, int], tuple[JobNode, float]] = {}
         self.notices = 0
 
     def placed(self, world: JobsWorld, node: JobNode, start: Start, to: bytes) -> None:
-        if start.job not in self._placed or start.term > self._placed[start.job][0]:
-            host = world.by_id[to]
-            assert isinstance(host, JobNode)
-            self._placed[start.job] = start.term, host, host.unix()
+        host = world.by_id[to]
+        assert isinstance(host, JobNode)
+        self._placed[start.job, start.term] = host, host.unix()
 
     def noticed(self, world: JobsWorld, node: JobNode, job: bytes, reason: str) -> None:
-        if not reason.startswith(MAKES_ROOM) or job not in self._placed:
+        if not reason.startswith(MAKES_ROOM) or job not in world.specs:
             return
         self.notices += 1
         name = reason.removeprefix(MAKES_ROOM).split()[0]
         wanted = [spec for other, spec in world.specs.items() if format_job(other).startswith(name)]
         if not any(spec.priority >= world.specs[job].priority + MARGIN for spec in wanted):
             raise self.violated(world, job, f"on {node.name} {reason}, and has {world.specs[job].priority}")
-        _, host, since = self._placed[job]
+        host, since = self._placed[job, node.guests[job].term]  # another node may have a later term by now
         stayed_s = host.unix() - since
         if stayed_s < STAY_S:
             raise self.violated(world, job, f"on {node.name} {reason}, after {stayed_s:.0f} s")
