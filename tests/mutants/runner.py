@@ -89,7 +89,7 @@ class Tree:
 
     def run(self, tests: Iterable[str], limit_s: float = LIMIT_S, seeds: int | None = None) -> Run:
         """Run these tests until the first fails."""
-        options = ["-q", "-x", "-rfE", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
+        options = ["-q", "-x", "-rfE", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
         if seeds is not None:
             environment["MESH_SIM_SEEDS"] = str(seeds)
