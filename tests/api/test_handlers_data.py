@@ -295,6 +295,7 @@ async def test_readers_that_drip_keep_no_other_out(giver: Giver, monkeypatch: py
 async def test_reader_is_not_dropped_for_the_limit_of_this_node(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a low `upload_mbps`, one piece of an answer takes longer than STALL_S."""
     monkeypatch.setattr(streams, "STALL_S", 1.0)
+    monkeypatch.setattr(streams, "SLICE_BYTES", 1 << 20)
     pictures = await giver.version(1)
     giver.wire.budget_bps, giver.chunks = 0.8e6, giver.chunks[-1:]
     assert await giver.asked(pictures, ADA, ADA) == 200
