@@ -28,7 +28,7 @@ from tests.ckptstore.worlds import feed
 
 FIRST, SECOND = b"1" * 32, b"2" * 32
 JOB, CIPHER = b"j" * 16, StateCipher(b"the key of a private data set..!")
-FILES, SIZE = 6, 4_500_000  # a chunk each, at least
+FILES, SIZE = 6, 600_000  # a chunk each
 
 
 class Fetching:
@@ -290,6 +290,24 @@ async def test_fetch_is_shared_and_ends_with_the_last_that_waits(fetching: Fetch
     assert fetching.arrived == [fetching.identity], "a later one begins anew"
 
 
+async def test_end_of_a_fetch_does_not_end_the_sharing_of_the_next(fetching: Fetching) -> None:
+    """The first caller tries again before the second has heard of the failure."""
+    fetching.listed = []
+
+    async def twice() -> None:
+        with pytest.raises(FetchFailed):
+            await fetching.fetch()
+        fetching.listed = [FIRST]
+        await fetching.fetch()
+
+    first, second = asyncio.create_task(twice()), asyncio.create_task(fetching.fetch())
+    with pytest.raises(FetchFailed):
+        await second
+    assert fetching.fetcher.words(fetching.identity)
+    await asyncio.gather(first, fetching.fetch())
+    assert fetching.arrived == [fetching.identity]
+
+
 async def test_shared_fetch_has_the_rights_of_a_job_that_still_waits(fetching: Fetching) -> None:
     fetching.hang = asyncio.Event()
     first, second, user = (asyncio.create_task(fetching.fetch(job)) for job in (JOB, b"k" * 16, None))
@@ -304,13 +322,17 @@ async def test_shared_fetch_has_the_rights_of_a_job_that_still_waits(fetching: F
     assert len(fetching.asked) > asked and {path.partition("=")[2] for path in fetching.paths} == {"6b" * 16}
 
 
-async def test_job_does_not_wait_for_what_others_have_ordered(fetching: Fetching) -> None:
+async def test_job_does_not_wait_for_what_others_have_ordered(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher_module, "LEAST_GIVEN_ON", 1)
     fetching.hang = asyncio.Event()
     others = [bytes([number]) * 32 for number in range(FETCHES + 1)]
     fetching.known |= dict.fromkeys(others, fetching.manifest)
     ordered = [asyncio.create_task(fetching.fetch(None, identity=one)) for one in others]
     while len(fetching.paths) < FETCHES:
         await asyncio.sleep(0)
+    assert fetching.fetcher.coming() == others[:FETCHES], "the last waits, so it has nothing to give"
     for identity in (others[-1], fetching.identity):  # one that waits already, and another one
         wanted = asyncio.create_task(fetching.fetch(identity=identity))
         async with asyncio.timeout(60):
@@ -347,6 +369,42 @@ async def test_awaited_chunk_on_its_way_is_not_requested_twice(fetching: Fetchin
     await whole
     asked = [one for request in fetching.asked for one in request.ids]
     assert asked.count(fetching.root.id) == 1 and fetching.arrived
+
+
+async def test_awaited_chunk_that_does_not_come_is_requested_anew(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher_module, "COMING_S", 0.001)
+    fetching.hang = hang = asyncio.Event()
+    whole = asyncio.create_task(fetching.fetch())
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    fetching.hang = None
+    first = {fetching.root.id: fetching.root.length}
+    async with asyncio.timeout(60):
+        assert await fetching.fetcher.at_once(fetching.identity, JOB, first) == fetching.root.length
+    hang.set()
+    await whole
+
+
+async def test_read_that_is_given_up_ends_all_its_requests(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for one chunk that is on its way, and has requested another."""
+    monkeypatch.setattr(fetcher_module, "COMING_S", 60.0)
+    (page,) = {page for page, _ in fetching.holders[FIRST].entries(fetching.root, fetching.cipher)}
+    fetching.hang = asyncio.Event()
+    whole = asyncio.create_task(fetching.fetch())
+    while not fetching.asked:
+        await asyncio.sleep(0)
+    wanted = {fetching.root.id: fetching.root.length, **dict([list(page.chunks)[-1]])}
+    awaited = asyncio.create_task(fetching.fetcher.at_once(fetching.identity, JOB, wanted))
+    while len(fetching.asked) < 2:
+        await asyncio.sleep(0)
+    awaited.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.gather(awaited, return_exceptions=True)
+    assert awaited.cancelled()
+    fetching.hang.set()
+    await whole
 
 
 async def test_awaited_chunk_comes_first(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
