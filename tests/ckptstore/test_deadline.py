@@ -68,6 +68,27 @@ def test_uploads_planned_on_time_are_on_time_and_work_is_bounded(uploads: list[U
             assert clock <= AIM * window + 1e-5 * max(1.0, *(u.deadline_s for u in uploads))
 
 
+@pytest.mark.parametrize("step_s", [1.0, 0.1])
+@pytest.mark.parametrize("now", [0.0, 123_456.7])
+def test_uploads_that_just_fit_are_on_time(step_s: float, now: float) -> None:
+    """Whatever the rounding error is."""
+    last = Upload(1.0, 0, now + STEPS * step_s / AIM, 1000.0)
+    for steps in range(1, STEPS, 7):
+        upload = Upload(1.0, round(steps * step_s * 1000), now + steps * step_s / AIM, 1000.0)
+        assert not plan([upload, last], now).late
+
+
+def test_rounding_costs_little_and_plans_nothing_too_long() -> None:
+    full = [Upload(1.0, 984 * STEPS, 64 * STEPS / AIM, 1000.0)] * 64
+    assert not plan(full, 0.0).late, "98.4 % of the window"
+    part = [Upload(1.0, 1490, 64 / AIM, 1000.0)] * 64
+    assert len(plan([*part, Upload(1.0, 0, STEPS / AIM, 1000.0)], 0.0).late) == 32, "1.49 steps each"
+
+
+def test_of_two_uploads_that_are_worth_the_same_the_shorter_is_sent() -> None:
+    assert on_time([3, 5], [6, 6], [1.0, 1.0]) == {0} and on_time([5, 3], [6, 6], [1.0, 1.0]) == {1}
+
+
 def test_window_of_almost_no_time_is_too_short_for_any_upload() -> None:
     assert plan([Upload(1.0, 10**13, 1e-310, 1.0)], 0.0).late == {0}
 
@@ -88,6 +109,14 @@ def test_with_one_deadline_late_uploads_follow_by_weight_per_byte() -> None:
     ]
     found = plan(uploads, 0.0)
     assert found.order == (1, 2, 0, 3) and found.late == {0, 3}
+    early = plan([Upload(3, 3 * gb, 500.0, 1e8), Upload(2, gb, 500.0, 1e8), Upload(0, gb, 500.0, 1e8)], 0.0)
+    assert early.order == (1, 0, 2) and not early.late, "also one that nothing is lost without"
+
+
+def test_each_upload_takes_the_time_of_its_own_link_from_now_on() -> None:
+    slow, fast, unknown = (Upload(1, 10**9, 1050.0, bps) for bps in (1e7, 1e9, None))
+    assert plan([slow, fast], 1000.0).late == {0} and not plan([slow, fast], 900.0).late
+    assert len(plan([unknown, fast, slow], 900.0).late) == 1, "it may take as long as on the slowest link"
 
 
 def test_upload_of_unknown_rate_is_not_refused() -> None:
@@ -103,4 +132,6 @@ def test_upload_of_unknown_rate_is_not_refused() -> None:
 def test_after_the_deadline_all_are_late_and_ordered_by_density(deadline: float) -> None:
     found = plan([Upload(1, 1000, deadline, 1e6), Upload(5, 1000, deadline, None)], 0.0)
     assert found.order == (1, 0) and found.late == {0, 1}
+    unknown = plan([Upload(2, 3000, deadline, None), *[Upload(1, 1000, deadline, None)] * 2], 0.0)
+    assert unknown.order == (1, 2, 0), "by weight per byte, then as they came"
     assert plan([], 0.0).order == ()
