@@ -36,8 +36,10 @@ def driver_version() -> tuple[int, ...]:
 
     try:
         pynvml.nvmlInit()
-        text = _text(pynvml.nvmlSystemGetDriverVersion())
-        pynvml.nvmlShutdown()
+        try:
+            text = _text(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return ()
     parts = text.split(".")[:MAX_DRIVER_PARTS]

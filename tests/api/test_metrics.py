@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
@@ -25,10 +24,8 @@ from mesh.api.handlers import metrics as handler
 from mesh.api.handlers.metrics import Metrics, ReclaimTimes
 from mesh.api.metric_names import METRICS, STAGES
 from mesh.gpus.inventory import Lending, Presence
-from mesh.gpus.nvml import readings
 from placement.advert import Portion
 from tests.gpus.test_inventory import lender
-from tests.gpus.test_nvml import FakeNvml
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "examples" / "grafana-dashboard.json"
@@ -168,28 +165,6 @@ def test_promtool_accepts_metrics_and_dashboard_queries(tmp_path: Path) -> None:
 def labels_of(name: str, known: dict[str, Metric]) -> tuple[str, ...]:
     metric = known.get(name) or known[re.sub(r"_(bucket|sum|count)$", "", name)]
     return metric.labels
-
-
-def test_gpu_reports_only_the_sensors_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    class Rates:
-        gpu = 37
-
-    nvml = FakeNvml(monkeypatch)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda handle: Rates)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, sensor: 61)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: 312_500 if handle == 0 else refuse())
-    first, second = readings()
-    assert (first.uuid, first.busy, first.celsius, first.watts) == ("GPU-0", 0.37, 61.0, 312.5)
-    assert first.used_bytes is None and second.watts is None and not nvml.open
-    lost = FakeNvml(monkeypatch, lost=True)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
-    assert [reading.uuid for reading in readings()] == ["GPU-0"] and not lost.open
-    FakeNvml(monkeypatch, init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    assert readings() == ()
 
 
 class Node:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from mesh.gpus.nvml import driver_version, inventory
+from mesh.gpus.nvml import Reading, driver_version, inventory, readings
 from placement.advert import Gpu
 
 
@@ -51,7 +51,7 @@ class FakeNvml:
         return f"GPU-{handle}"
 
     def DeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=(24 if handle else 80) << 30)
+        return SimpleNamespace(total=(24 if handle else 80) << 30, used=handle << 30, free=(23 if handle else 80) << 30)
 
     def DeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
         return (8, 6) if handle else (9, 0)
@@ -101,6 +101,47 @@ def test_failing_driver_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     caplog.clear()
     nvml = FakeNvml(monkeypatch, lost=True)
     assert inventory() == () and "offers none" in caplog.text and not nvml.open
+
+
+def test_readings_are_of_every_gpu_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(handle: int) -> int:
+        if handle == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 0
+
+    def temperature(handle: int, sensor: int) -> int:
+        assert sensor == pynvml.NVML_TEMPERATURE_GPU
+        return 40 * refuse(handle) + 41
+
+    rates = SimpleNamespace(gpu=35, memory=70)
+    nvml = FakeNvml(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda handle: refuse(handle) or rates)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", temperature)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: refuse(handle) + 250_500)
+    first = Reading("GPU-0", "NVIDIA Fake 80", 0.35, 0, 80 << 30, 41.0, 250.5)
+    assert readings() == (first, Reading("GPU-1", "NVIDIA Fake 24", None, 1 << 30, 24 << 30, None, None))
+    assert not nvml.open
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, sensor: 0)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: 0)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda handle: refuse(1))
+    last = readings()[1]
+    assert (last.celsius, last.watts) == (0.0, 0.0) and (last.used_bytes, last.total_bytes) == (None, None)
+    lost = FakeNvml(monkeypatch, lost=True)
+    assert [reading.uuid for reading in readings()] == ["GPU-0"] and not lost.open
+
+
+def test_no_readings_without_a_driver_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeNvml(monkeypatch, init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert readings() == ()
+    nvml = FakeNvml(monkeypatch)
+
+    def fail() -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", fail)
+    assert readings() == () and not nvml.open
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", fail)
+    assert driver_version() == () and not nvml.open, "NVML is let go of"
 
 
 def test_real_machine_answers() -> None:
