@@ -63,6 +63,7 @@ def test_directories_are_listed_from_any_entry_and_names_are_found(kept: tuple[D
         for place, found in enumerate(entries):
             assert view.lookup(number, found.entry.name) == found
             if place % 100 == 0:
+                assert view.at(found.number) == found
                 assert list(view.listing(number, found.number)) == entries[place:]
                 assert list(view.listing(number, found.after)) == entries[place + 1 :]
         with pytest.raises(NotFound):
@@ -155,7 +156,8 @@ def test_files_of_several_chunks_or_lists_are_read_in_order(monkeypatch: pytest.
         lists.append(Link(put(data), len(data), sum(lengths), 0))
     mode = stat.S_IFREG | 0o644
     entries = (Entry(b"lists", mode, 10, lists=tuple(lists)), Entry(b"refs", mode, 10, refs))
-    view = DataView(put_page(put, Page(b"".join(ids), (2, 3, 1, 4), entries), 20, 2), give)
+    root = put_page(put, Page(b"".join(ids), (2, 3, 1, 4), entries), 20, 2)
+    view = DataView(root, give)
     for name in (b"lists", b"refs"):
         found = view.lookup(TOP, name)
         for offset in range(12):
@@ -163,6 +165,16 @@ def test_files_of_several_chunks_or_lists_are_read_in_order(monkeypatch: pytest.
                 assert b"".join(view.content(found, offset, size)) == b"abcdefghij"[offset : offset + size]
                 assert all(length for *_, length in view.parts(found, offset, size))
     assert (asked.count(lists[0].id) > 1) == (most == 1)
+    places = [number for number, length in enumerate((2, 3, 1, 4)) for _ in range(length)]
+    for offset in range(10):
+        for size in range(1, 11 - offset):
+            view = DataView(root, give)
+            found = view.lookup(TOP, b"lists")
+            asked.clear()
+            view.content(found, offset, size)
+            needed = {ids[place] for place in places[offset : offset + size]}
+            needed |= {lists[place // 2].id for place in places[offset : offset + size]}
+            assert set(asked) == needed and len(asked) == len(needed)
 
 
 def test_index_pages_have_a_bound() -> None:
@@ -205,11 +217,16 @@ def test_hostile_pages_are_refused() -> None:
             look()
 
 
-def test_chunk_of_another_length_is_refused(kept: tuple[DataSets, Link]) -> None:
+@pytest.mark.parametrize("more", [-1, 1])
+def test_chunk_of_another_length_is_refused(kept: tuple[DataSets, Link], more: int) -> None:
     store, root = kept
-    short: set[bytes] = set()
-    view = DataView(root, lambda identity, length: store.chunk(identity)[: length - (identity in short)])
+    wrong: set[bytes] = set()
+
+    def give(identity: bytes, length: int) -> Bytes:
+        return (bytes(store.chunk(identity)) + b"?")[: length + more * (identity in wrong)]
+
+    view = DataView(root, give)
     found = view.lookup(TOP, b"large")
-    short |= {identity for identity, *_ in view.parts(found, 0, 1)}
+    wrong |= {identity for identity, *_ in view.parts(found, 0, 1)}
     with pytest.raises(CorruptChunk):
         view.content(found, 0, 1)
