@@ -68,7 +68,7 @@ def test_uploads_planned_on_time_are_on_time_and_work_is_bounded(uploads: list[U
             assert clock <= AIM * window + 1e-5 * max(1.0, *(u.deadline_s for u in uploads))
 
 
-@pytest.mark.parametrize("step_s", [1.0, 0.1])
+@pytest.mark.parametrize("step_s", [1.0, 0.7])
 @pytest.mark.parametrize("now", [0.0, 123_456.7])
 def test_uploads_that_just_fit_are_on_time(step_s: float, now: float) -> None:
     """Whatever the rounding error is."""
@@ -79,7 +79,7 @@ def test_uploads_that_just_fit_are_on_time(step_s: float, now: float) -> None:
 
 
 def test_rounding_costs_little_and_plans_nothing_too_long() -> None:
-    full = [Upload(1.0, 984 * STEPS, 64 * STEPS / AIM, 1000.0)] * 64
+    full = [Upload(1.0, 59_040, 3600 / AIM, 1000.0)] * 60
     assert not plan(full, 0.0).late, "98.4 % of the window"
     part = [Upload(1.0, 1490, 64 / AIM, 1000.0)] * 64
     assert len(plan([*part, Upload(1.0, 0, STEPS / AIM, 1000.0)], 0.0).late) == 32, "1.49 steps each"

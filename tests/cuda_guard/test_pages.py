@@ -15,6 +15,7 @@ from cuda_guard.page import (
     LAYOUT,
     MAGIC,
     NO_LIMIT,
+    PPM,
     SLOTS,
     UNIT,
     JobPage,
@@ -24,7 +25,7 @@ from cuda_guard.page import (
     uuid_bytes,
 )
 
-UUIDS = [f"00000000-0000-0000-0000-0000000000{number:02x}" for number in range(DEVICES + 1)]
+UUIDS = [f"01234567-89ab-cdef-0123-4567890000{number:02x}" for number in range(DEVICES + 1)]
 FIRST = Quota(f"GPU-{UUIDS[1]}", 3 << 30, share=12.5, limit=50, window_ms=2.5, burst_ms=7.5, context_bytes=300 << 20)
 SECOND = Quota(f"MIG-{UUIDS[2]}")
 
@@ -40,11 +41,15 @@ def test_pages_say_what_a_job_may_use(tmp_path: Path) -> None:
     assert (pages.policy.devices, pages.job.slots) == (2, SLOTS)
     assert (pages.policy.driver, pages.policy.nvml) == (b"/driver", b"/nvml") and pages.policy.host_limit == NO_LIMIT
     one, two, rest = pages.policy.allowances[:3]
-    assert [bytes(found.uuid) for found in (one, two, rest)] == [UUID(UUIDS[place]).bytes for place in (1, 2, 0)]
+    assert [bytes(found.uuid) for found in (one, two, rest)] == [UUID(UUIDS[1]).bytes, UUID(UUIDS[2]).bytes, bytes(16)]
     assert (one.memory_limit, one.context_bytes, one.window_ns) == (3 << 30, 300 << 20, 2_500_000)
     rate = one.rates[0]
     assert (rate.t0_ns, rate.share_ppm, rate.burst_ns) == (12_345, 125_000, 7_500_000)
-    assert (two.memory_limit, two.rates[0].share_ppm) == (NO_LIMIT, 1_000_000)
+    assert (two.memory_limit, two.rates[0].share_ppm) == (NO_LIMIT, PPM)
+    job = Pages(pages.directory)
+    job.policy.gate, job.job.audits = 1, 2
+    assert (pages.policy.gate, pages.job.audits) == (1, 2), "they share the files"
+    job.close()
     pages.close()
 
 
@@ -85,7 +90,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_shares_are_of_100_per_cent() -> None:
-    assert [ppm(share) for share in (0, 0.29, 33.3333, 100)] == [0, 2900, 333_333, 1_000_000]
+    assert [ppm(share) for share in (0, 0.29, 33.3333, 99.99999, 100)] == [0, 2900, 333_333, PPM, PPM]
     for share in (-0.1, 100.1, float("nan")):
         with pytest.raises(ValueError, match="not a share"):
             ppm(share)
