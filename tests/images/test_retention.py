@@ -45,6 +45,25 @@ def test_last_use_survives_restart(tmp_path: Path) -> None:
     ]
 
 
+def test_marks_are_this_users_and_a_clock_that_was_set_back_makes_nothing_old(tmp_path: Path) -> None:
+    root, image = tmp_path / "new" / "images", b"1" * 32
+    mask = os.umask(0)
+    try:
+        UsageMarks(root).used(image)
+    finally:
+        os.umask(mask)
+    mark = root / "fetched" / image.hex()
+    assert (mark.parent.stat().st_mode & 0o777, mark.stat().st_mode & 0o777) == (0o700, 0o600)
+    os.utime(mark, (0, time.time() + 1000))
+    assert UsageMarks(root).unused([image]) == {image: 0.0}
+
+
+def test_only_fetched_images_go_and_of_those_as_old_in_order() -> None:
+    images = [StoredImage(bytes([number]) * 32, (), 1, number != 2) for number in (3, 2, 1)]
+    gone = surplus(images, {image.id: 1e9 for image in images}, Bounds(0, 0.0))
+    assert [one.image for one in gone] == [images[2], images[0]], "the other is the owner's"
+
+
 def test_new_image_stays() -> None:
     """A fetch may end while the marks of the others are read."""
     old, new = (StoredImage(bytes([number]) * 32, (), 1, True) for number in (1, 2))
