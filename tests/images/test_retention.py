@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 
 from mesh.images.blobs import IDLE_S
 from mesh.images.engine import FETCHED, StoredImage, _stored
-from mesh.images.retention import Bounds, UsageMarks, surplus
+from mesh.images.retention import Bounds, Surplus, UsageMarks, surplus
 
 sizes, ages = some.integers(0, 1 << 40), some.floats(0, 1e8)
 shelves = some.lists(some.tuples(sizes, ages, some.booleans()), max_size=12)
@@ -62,6 +62,17 @@ def test_only_fetched_images_go_and_of_those_as_old_in_order() -> None:
     images = [StoredImage(bytes([number]) * 32, (), 1, number != 2) for number in (3, 2, 1)]
     gone = surplus(images, {image.id: 1e9 for image in images}, Bounds(0, 0.0))
     assert [one.image for one in gone] == [images[2], images[0]], "the other is the owner's"
+
+
+def test_bounds_are_reached_and_told() -> None:
+    first, second = (StoredImage(bytes([number]) * 32, (), 10, True) for number in (1, 2))
+    unused = {first.id: 2 * IDLE_S, second.id: IDLE_S}
+    assert surplus([first, second], unused, Bounds(20, 3 * IDLE_S)) == [], "just within them"
+    size, age = "fetched images exceed their limit", "unused for too long"
+    assert surplus([first, second], unused, Bounds(19, 3 * IDLE_S)) == [Surplus(first, 2 * IDLE_S, size)]
+    assert surplus([first, second], unused, Bounds(20, 2 * IDLE_S)) == [Surplus(first, 2 * IDLE_S, age)]
+    everything = surplus([first, second], unused, Bounds(0, 2 * IDLE_S))
+    assert everything == [Surplus(first, 2 * IDLE_S, age), Surplus(second, IDLE_S, size)]
 
 
 def test_new_image_stays() -> None:
