@@ -281,9 +281,7 @@ class GangMember:
         self._round = first_round
         self._heard_at = 0.0
         self._end: MemberEnded | None = None
-        self._leaving = (
-            ""  # the reason, if the owner or the runner wants the guest to leave: then its end is not its fault
-        )
+        self._leaving = ""  # why the owner or the runner wants the guest to leave: its end is not its fault then
 
     def begin(self, at: Instant) -> list[Effect]:
         """Keep the place for a while."""

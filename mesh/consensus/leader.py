@@ -159,11 +159,11 @@ class Leader:
             case Refused():
                 return self._on_refused(sender, message, at)
             case Accepted() if self._proposer is not None:
-                if message.cancel_wanted and self.state == "waiting":
-                    self._proposer.on_accepted(sender, message)
-                    return self._finish(self._ended(self._proposer.record, "cancelled", "cancelled", at), at)
                 decided = self._proposer.on_accepted(sender, message)
-                if self.state == "waiting" and self.view is not None:
+                if self.state == "waiting":
+                    if message.cancel_wanted:
+                        return self._finish(self._ended(self._proposer.record, "cancelled", "cancelled", at), at)
+                    assert self.view is not None
                     return [*self._proposer.regroup(self.view, at.now)]
                 if decided is None or decided.record.outcome is None:
                     return []  # a round of before the end: closing the term by it would leave the job open

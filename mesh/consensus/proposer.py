@@ -5,10 +5,11 @@ The leader uses it after it has prepared a term; the runner uses it under the te
 round, which needs a majority of the old and of the new group, and then a round of the new group alone (Raft: Ongaro 2014,
 section 4.3). So two groups never decide independently.
 
-A group is named only once most of it has answered, and each newcomer that it can vote (a learner of Raft, section 4.2.1): no
-later term could be won if the new group were lost. If the joint round is not decided soon for want of votes of the new group,
-the owner of the term goes back to the old one under a higher number. That is safe: the new group decides alone only after this
-owner has seen the joint round decided, and whoever takes a higher term reads from a majority of the old.
+A group is named only once a majority of it has answered, and every newcomer has said that it can vote (a learner of Raft,
+section 4.2.1): if the new group were lost, no later term could be won. If the joint round is not decided soon for want of the
+new group's votes, the owner of the term goes back to the old group under a higher number. That is safe: the new group decides
+alone only after this owner has seen the joint round decided, and whoever takes a higher term reads from a majority of the old
+group.
 
 A round renews the lease only when asked to, so that what a lost holder saved last does not delay its successor. The first
 rounds of a group renew it in any case, until one is decided: who asks that group for a term may ask none of those that
@@ -72,7 +73,7 @@ class Proposer:
         self._removed: tuple[Voter, ...] = ()
         self._sought: tuple[Voter, ...] = ()  # the group that this one should become
         self._sought_at = self._ask_at = 0.0
-        self._answered: set[Voter] = set()  # since that group was last sought or named; newcomers that can vote
+        self._answered: set[Voter] = set()  # since that group was sought or named; of newcomers: that they can vote
         self._unfit: dict[bytes, tuple[float, float]] = {}  # until when a node is not asked, and for how long that was
         self._refusing: set[Voter] = set()  # for good: their promises and ends are never taken back
         # Answers to an earlier attempt or submission of this term, which come late, name none of its rounds.

@@ -236,7 +236,7 @@ def test_group_that_answers_waits_for_the_old_one() -> None:
 
 
 def test_group_is_named_only_once_most_of_it_has_answered() -> None:
-    """What this node knows of who stays may be old: A may have lost its disk."""
+    """This node's view may be out of date: A may have lost its disk."""
     proposer, view = make_proposer(), make_view(A, (A,))
     proposer.propose(0.0)
     proposer.on_accepted(A, accepted(1))
