@@ -16,6 +16,15 @@ from ckptstore.encoding import Bytes
 from ckptstore.errors import BadManifest, BadPath, CorruptChunk, NotFound
 
 
+class Chunks(dict[bytes, bytes]):
+    """Chunks by the ids that they get in turn."""
+
+    def put(self, data: bytes) -> bytes:
+        identity = len(self).to_bytes(32, "big")
+        self[identity] = data
+        return identity
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, rng = tmp_path_factory.mktemp("view") / "source", random.Random(2)
@@ -137,26 +146,21 @@ def test_pages_and_lists_are_kept_decoded_within_a_bound(
 @pytest.mark.parametrize("most", [1, 128])
 def test_files_of_several_chunks_or_lists_are_read_in_order(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(dataset_view, "MAX_OPENED", most)
-    chunks, asked = dict[bytes, bytes](), list[bytes]()
-
-    def put(data: bytes) -> bytes:
-        identity = len(chunks).to_bytes(32, "big")
-        chunks[identity] = data
-        return identity
+    chunks, asked = Chunks(), list[bytes]()
 
     def give(identity: bytes, length: int) -> bytes:
         assert length == len(chunks[identity])
         asked.append(identity)
         return chunks[identity]
 
-    ids = [put(data) for data in (b"ab", b"cde", b"f", b"ghij")]
+    ids = [chunks.put(data) for data in (b"ab", b"cde", b"f", b"ghij")]
     refs, lists = tuple(Ref(number, 0, length) for number, length in enumerate((2, 3, 1, 4))), list[Link]()
     for first, lengths in ((0, (2, 3)), (2, (1, 4))):
         data = encode(ChunkList(b"".join(ids[first : first + 2]), lengths))
-        lists.append(Link(put(data), len(data), sum(lengths), 0))
+        lists.append(Link(chunks.put(data), len(data), sum(lengths), 0))
     mode = stat.S_IFREG | 0o644
     entries = (Entry(b"lists", mode, 10, lists=tuple(lists)), Entry(b"refs", mode, 10, refs))
-    root = put_page(put, Page(b"".join(ids), (2, 3, 1, 4), entries), 20, 2)
+    root = put_page(chunks.put, Page(b"".join(ids), (2, 3, 1, 4), entries), 20, 2)
     view = DataView(root, give)
     for name in (b"lists", b"refs"):
         found = view.lookup(TOP, name)
@@ -178,19 +182,14 @@ def test_files_of_several_chunks_or_lists_are_read_in_order(monkeypatch: pytest.
 
 
 def test_index_pages_have_a_bound() -> None:
-    chunks: dict[bytes, bytes] = {}
-
-    def put(data: bytes) -> bytes:
-        identity = len(chunks).to_bytes(32, "big")
-        chunks[identity] = data
-        return identity
+    chunks = Chunks()
 
     def leaf(name: bytes) -> Link:
-        return put_page(put, Page(entries=(Entry(name, stat.S_IFREG | 0o644, 0),)), 0, 1)
+        return put_page(chunks.put, Page(entries=(Entry(name, stat.S_IFREG | 0o644, 0),)), 0, 1)
 
     link = leaf(b"a")
     for levels in range(1, MAX_LEVELS + 2):
-        link = put_page(put, Page(children=(Child(b"a", link), Child(b"b", leaf(b"b")))), 0, levels + 1)
+        link = put_page(chunks.put, Page(children=(Child(b"a", link), Child(b"b", leaf(b"b")))), 0, levels + 1)
         view = DataView(link, lambda identity, length: chunks[identity])
         for look in (DataView.at, lambda view, first: view.lookup(first - 1, b"a")):
             if levels <= MAX_LEVELS:
@@ -203,15 +202,10 @@ def test_index_pages_have_a_bound() -> None:
 
 
 def test_hostile_pages_are_refused() -> None:
-    chunks: dict[bytes, bytes] = {}
-
-    def put(data: bytes) -> bytes:
-        identity = len(chunks).to_bytes(32, "big")
-        chunks[identity] = data
-        return identity
+    chunks = Chunks()
 
     out = Page(entries=(Entry(b"out", stat.S_IFLNK | 0o777, 0, target=b"../../etc/passwd"),))
-    view = DataView(put_page(put, out, 0, 1), lambda identity, length: chunks[identity])
+    view = DataView(put_page(chunks.put, out, 0, 1), lambda identity, length: chunks[identity])
     for look in (lambda: view.lookup(TOP, b"out"), lambda: view.at(TOP + 1), lambda: list(view.listing(TOP, 0))):
         with pytest.raises(BadPath):
             look()

@@ -54,10 +54,15 @@ def test_sample_has_processes_with_memory_and_time(world: World, nvml: Nvml) -> 
     assert nvml.holders() == set()
 
 
-def test_figures_that_nvml_does_not_report_are_none(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*words: Any) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+def raises(error: int) -> Callable[..., Any]:
+    def fail(*words: Any) -> None:
+        raise pynvml.NVMLError(error)
 
+    return fail
+
+
+def test_figures_that_nvml_does_not_report_are_none(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = raises(pynvml.NVML_ERROR_NOT_SUPPORTED)
     one = SimpleNamespace(pid=7, usedGpuMemory=None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", refuse)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetGraphicsRunningProcesses", refuse)
@@ -72,13 +77,6 @@ def test_missing_nvml_is_an_error_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").touch()
     with pytest.raises(NvmlError, match=r"NVML does not work: .*file too short"):
         Nvml((), tmp_path / "libnvidia-ml.so.1")
-
-
-def raises(error: int) -> Callable[..., Any]:
-    def fail(*words: Any) -> None:
-        raise pynvml.NVMLError(error)
-
-    return fail
 
 
 def row(pid: int, at_us: int, per_cent: int) -> SimpleNamespace:

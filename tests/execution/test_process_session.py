@@ -23,6 +23,7 @@ from mesh.rpc.frames import (
     encode_frame,
 )
 
+pytestmark = pytest.mark.timeout(60)  # a broken session would wait for ever
 ORDER = Order(("true",))
 LONG = 256 * PIECE_BYTES  # more than sockets and buffers hold
 

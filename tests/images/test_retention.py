@@ -58,7 +58,7 @@ def test_marks_are_this_users_and_a_clock_that_was_set_back_makes_nothing_old(tm
     assert UsageMarks(root).unused([image]) == {image: 0.0}
 
 
-def test_only_fetched_images_go_and_of_those_as_old_in_order() -> None:
+def test_only_fetched_images_go_and_equally_old_ones_in_order() -> None:
     images = [StoredImage(bytes([number]) * 32, (), 1, number != 2) for number in (3, 2, 1)]
     gone = surplus(images, {image.id: 1e9 for image in images}, Bounds(0, 0.0))
     assert [one.image for one in gone] == [images[2], images[0]], "the other is the owner's"
